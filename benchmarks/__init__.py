@@ -1,0 +1,1 @@
+"""The benchmark suite: one module per row, run as `make bench ROW=name`."""

@@ -1,0 +1,331 @@
+"""The settings of a run: small, typed, read from TOML, with `a.b=c` overrides.
+
+Invariants
+* An unknown key, a wrong type or an impossible value raises one `ConfigError` line, before any work.
+* Paths in a configuration are relative to the file they stand in; a resolved `Config` holds absolute ones.
+* This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from headrace.errors import ConfigError
+
+
+class Section(BaseModel):
+    """A table of the configuration; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=False)
+
+
+class ModelConfig(Section):
+    """`[model]`: which weights to start from, and where they live."""
+
+    name: str = Field(
+        description="An alias (`smollm2-135m`, `tiny-random`), a Hugging Face folder, a GGUF file or a hub id."
+    )
+    dtype: Literal["float32", "float64"] = Field(
+        "float32", description="Precision of weights, activations and KV; float64 is for tests."
+    )
+    device: Literal["cpu", "cuda", "mps"] = Field("cpu", description="Where the model's tensors live.")
+
+
+class EnvironmentConfig(Section):
+    """`[environment]`: where tasks and rewards come from."""
+
+    name: str = Field(
+        description="A built-in (`arithmetic`), `reasoning_gym:SET`, or `path/to/file.py:Class` of your own."
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of the environment's constructor."
+    )
+    workers: int = Field(1, ge=1, le=256, description="Reward worker processes.")
+    timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds a reward may take; past it the worker is killed and the attempt failed.",
+    )
+    max_attempts: int = Field(
+        3,
+        ge=1,
+        description="Attempts at one sample before it counts as failed for good and leaves its group.",
+    )
+
+
+class SamplingConfig(Section):
+    """`[sampling]`: how rollouts are drawn."""
+
+    temperature: float = Field(
+        1.0, gt=0, description="Divides the logits, in the generator and in the trainer."
+    )
+    max_tokens: int = Field(256, ge=1, description="The most tokens one completion may have.")
+    stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
+    top_p: float = Field(1.0, gt=0, le=1, description="Nucleus cut; training with a cut is refused.")
+    top_k: int = Field(0, ge=0, description="Top-k cut, 0 for none; training with a cut is refused.")
+
+    @model_validator(mode="after")
+    def _no_cuts(self) -> Self:
+        if self.top_p < 1 or self.top_k > 0:
+            raise ValueError(
+                "training with top_p or top_k is refused: log-probs are taken before the cut, so the importance "
+                "ratio would be wrong; use top_p = 1 and top_k = 0 (temperature is free)"
+            )
+        return self
+
+
+class AlgorithmConfig(Section):
+    """`[algorithm]`: from rewards to a loss."""
+
+    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
+    group_size: int = Field(8, ge=1, description="Samples per task (G).")
+    loss_aggregation: Literal["token", "sequence"] = Field(
+        "token",
+        description="`token`: one mean over the batch's sampled tokens (DAPO); "
+        "`sequence`: the mean over sequences of each sequence's token mean (GRPO).",
+    )
+    normalize_std: bool = Field(
+        True, description="Divide advantages by the group's standard deviation; false is Dr.GRPO's advantage."
+    )
+    ratio: Literal["behaviour", "proximal"] = Field(
+        "behaviour",
+        description="What the clipped ratio is taken against: the generator's own log-probs, or the trainer's "
+        "policy at the start of the step with truncated importance weights.",
+    )
+    clip_low: float = Field(0.2, ge=0, lt=1, description="Lower clip range ε_low.")
+    clip_high: float = Field(0.28, ge=0, description="Upper clip range ε_high (clip-higher).")
+    importance_cap: float = Field(
+        2.0,
+        gt=0,
+        description='Cap C of the truncated importance weight min(π_old/μ, C) with `ratio = "proximal"`.',
+    )
+    kl_coef: float = Field(
+        0.0, ge=0, description="Weight β of the KL term to the loaded model; 0 holds no reference."
+    )
+    zero_advantage: Literal["count", "replace"] = Field(
+        "count",
+        description="A group whose rewards are all equal takes one of the step's places (`count`) or is closed "
+        "and another one admitted (`replace`, DAPO).",
+    )
+    mask_truncated: bool = Field(
+        False, description="Leave completions that ran into max_tokens out of the loss and its denominator."
+    )
+
+    @model_validator(mode="after")
+    def _group_is_a_group(self) -> Self:
+        if self.group_size == 1:
+            raise ValueError(
+                "group_size = 1 with GRPO gives every sample the advantage 0, so nothing would be learned; "
+                "use at least 2"
+            )
+        return self
+
+
+class TrainerConfig(Section):
+    """`[trainer]`: from a loss to new weights."""
+
+    learning_rate: float = Field(1e-6, gt=0, description="AdamW's peak learning rate.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="Shape of the learning rate after the warm-up, over the run's steps."
+    )
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises linearly from 0.")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decay rates.")
+    eps: float = Field(1e-8, gt=0, description="AdamW's ε.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    micro_batch_tokens: int = Field(
+        1024,
+        ge=1,
+        description="Packed tokens per forward and backward; a larger group is split between its samples.",
+    )
+
+    @model_validator(mode="after")
+    def _betas_in_range(self) -> Self:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), not {list(self.betas)}")
+        return self
+
+
+class EngineConfig(Section):
+    """`[engine]`: the generator."""
+
+    max_sequences: int = Field(64, ge=1, le=4096, description="Sequences that decode at once.")
+    context_length: int | None = Field(
+        None,
+        ge=2,
+        description="The most tokens of one sequence, prompt included. By default the model's limit or 2048, "
+        "whichever is less.",
+    )
+    kv_memory_mb: int | None = Field(
+        None,
+        ge=1,
+        description="Memory for KV of running sequences; sequences are preempted to stay within it. By default "
+        "what max_sequences sequences of context_length need, or half of the free memory, whichever is less.",
+    )
+    prefix_cache_mb: int = Field(
+        256, ge=0, description="Memory for cached prompt prefixes; 0 switches the cache off."
+    )
+    max_batch_tokens: int = Field(
+        512, ge=1, description="The most tokens of one engine step; longer prompts are prefilled in chunks."
+    )
+    kv_on_update: Literal["recompute", "keep"] = Field(
+        "recompute",
+        description="What a running sequence does when weights change: prefill again under the new weights, or "
+        "go on with its old KV.",
+    )
+    prepack: bool = Field(
+        True, description="Keep linear weights in the CPU kernel's own layout while generating."
+    )
+
+
+class LineConfig(Section):
+    """`[line]`: the production line."""
+
+    groups_per_step: int = Field(8, ge=1, description="Groups per optimizer step (B).")
+    steps: int = Field(100, ge=1, description="Optimizer steps of the run.")
+    max_staleness: int = Field(
+        1, ge=0, description="The bound η on token staleness; 0 is strictly on-policy."
+    )
+    seed: int = Field(0, ge=0, description="Seeds task order and sampling.")
+    decode_steps: int = Field(8, ge=1, description="Engine steps of one Decode unit.")
+    checkpoint_every: int = Field(
+        50, ge=0, description="Steps between checkpoints; 0 writes only the last one."
+    )
+    keep_checkpoints: int = Field(2, ge=1, description="Checkpoints kept, the newest first.")
+    wait_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="A wait longer than this ends the run with an error that names what was missing.",
+    )
+    logprob_diff_limit: float = Field(
+        0.05,
+        gt=0,
+        description="The run stops when the mean difference between trainer and generator log-probs under the "
+        "same weights passes this.",
+    )
+    threads: int | None = Field(
+        None, ge=1, description="CPU threads; by default every core this process may use."
+    )
+
+
+class EvalConfig(Section):
+    """`[eval]`: held-out accuracy before and after training."""
+
+    tasks: int = Field(
+        64, ge=0, description="Held-out tasks to answer greedily, at most; 0 measures nothing."
+    )
+
+
+class Config(Section):
+    """Every setting of a run."""
+
+    model: ModelConfig
+    environment: EnvironmentConfig
+    sampling: SamplingConfig = Field(default_factory=SamplingConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    line: LineConfig = Field(default_factory=LineConfig)
+    eval: EvalConfig = Field(default_factory=EvalConfig)
+
+    @classmethod
+    def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Config:
+        """Read a TOML file, apply `a.b=c` overrides, resolve paths relative to the file's folder.
+
+        Raises:
+            ConfigError: one line that names the setting and how to mend it.
+        """
+        path = Path(path)
+        try:
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path}: no such file") from None
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path}: cannot be read: {error}") from None
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        for override in overrides:
+            _apply_override(data, override)
+        return cls.from_dict(data, base=path.parent, source=str(path))
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any], base: Path | None = None, source: str = "config") -> Config:
+        """Validate `data`; relative paths in it are taken relative to `base` (default: the working folder)."""
+        data = _resolve_paths(data, (base or Path.cwd()).resolve())
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError(f"{source}: {_describe(error)}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data without unset optional values, ready for TOML."""
+        return self.model_dump(mode="json", exclude_none=True)
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not separator or not all(parts) or len(parts) < 2:
+        raise ConfigError(
+            f"--set {override}: write section.key=value, for example trainer.learning_rate=1e-5"
+        )
+    try:
+        value: Any = tomllib.loads(f"value = {text.strip()}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text
+    table = data
+    for part in parts[:-1]:
+        table = table.setdefault(part, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"--set {override}: {part!r} is a value, not a section")
+    table[parts[-1]] = value
+
+
+def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
+    """Make `model.name` and `environment.name` absolute where they are relative paths."""
+    data = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
+    model = data.get("model")
+    if isinstance(model, dict) and isinstance(model.get("name"), str):
+        name = model["name"]
+        looks_like_path = name.startswith((".", "~")) or name.endswith(".gguf") or (base / name).exists()
+        if looks_like_path:
+            model["name"] = str((base / Path(name).expanduser()).resolve())
+    environment = data.get("environment")
+    if isinstance(environment, dict) and isinstance(environment.get("name"), str):
+        file, separator, attribute = environment["name"].rpartition(":")
+        if separator and file.endswith(".py"):
+            environment["name"] = f"{(base / Path(file).expanduser()).resolve()}:{attribute}"
+    return data
+
+
+def _describe(error: ValidationError) -> str:
+    """The first validation error as one line, with a suggestion for a misspelt key."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        known = _known_keys(first["loc"][:-1])
+        close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        return f"unknown setting {where!r}; {hint}"
+    if first["type"] == "missing":
+        return f"setting {where!r} is required"
+    if first["type"] == "value_error":
+        return f"{where}: {first['ctx']['error']}"
+    message = first["msg"][0].lower() + first["msg"][1:]
+    return f"{where} = {first['input']!r}: {message}"
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    section: type[BaseModel] = Config
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        assert isinstance(annotation, type)
+        assert issubclass(annotation, BaseModel)
+        section = annotation
+    return list(section.model_fields)

@@ -1,0 +1,433 @@
+"""Tokens in, tokens out: `step()` schedules, runs and draws.
+
+Invariants
+* All tokens of one step are computed and drawn under one policy version; weights change only between steps.
+* Every drawn token is reported once, with its behaviour log-prob and the version that drew it.
+* KV of older weights is never used unless `kv_on_update = "keep"`, and then the tokens drawn over it say so.
+* `submit` validates; a request that it accepts always ends (stop, length or abort).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from headrace.config import EngineConfig
+from headrace.engine.runner import Runner
+from headrace.engine.sampler import random_key, sample, uniform
+from headrace.engine.scheduler import Scheduler
+from headrace.engine.sequence import EngineSequence
+from headrace.engine.slots import KVSlots, bytes_per_token
+from headrace.errors import NonFiniteError, UserError
+from headrace.models import (
+    IncrementalDetokenizer,
+    LoadedModel,
+    decode_completion,
+    encode_prompt,
+    load_model,
+    resolve,
+)
+from headrace.models.attention import ATTENTION
+from headrace.models.packing import inference_replica, repack
+from headrace.state.kv import KVIdentity, PrefixCache
+from headrace.types import Sampling
+
+Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
+
+DEFAULT_CONTEXT = 2048
+"""Context length where neither the settings nor the model say less."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One drawn token. `finish_reason` is set on a request's last one: "stop" or "length".
+
+    `mixed_kv` says that KV of older weights took part in the forward that drew it.
+    """
+
+    request_id: Hashable
+    token_id: int
+    logprob: float
+    version: int
+    mixed_kv: bool
+    finish_reason: str | None
+
+
+@dataclass(slots=True)
+class Sample:
+    """One completion. `token_ids` holds the stop token too; `text` excludes special tokens and stop strings."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+
+
+@dataclass(slots=True)
+class Output:
+    """The samples of one prompt."""
+
+    prompt_ids: list[int]
+    samples: list[Sample]
+
+
+class Engine:
+    """Generates with one model replica.
+
+    Args:
+        model: loaded with `attn_implementation="headrace"`. The engine shares its parameters: whoever changes
+            them calls `update_weights` before the next step.
+        config: the generator's settings.
+        weights_id: what the weights are (any string that differs when they do).
+    """
+
+    def __init__(
+        self, model: LoadedModel, config: EngineConfig | None = None, weights_id: str = "loaded"
+    ) -> None:
+        self.config = config or EngineConfig()
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.module = inference_replica(model.module, prepack=self.config.prepack)
+        self.version = 0
+        parameter = next(model.module.parameters())
+        self.runner = Runner(self.module, parameter.device)
+        shapes = self.runner.layer_shapes()
+        self.context_length = _context_length(model, self.config)
+        self.kv_bytes_per_token = bytes_per_token(shapes, parameter.dtype)
+        capacity = _capacity_tokens(self.config, self.context_length, self.kv_bytes_per_token)
+        self.slots = KVSlots(
+            shapes,
+            self.config.max_sequences,
+            self.context_length,
+            capacity,
+            parameter.dtype,
+            parameter.device,
+        )
+        self.cache = PrefixCache(self.config.prefix_cache_mb * 2**20)
+        self.scheduler = Scheduler(self.slots, self.cache, self.config.max_batch_tokens)
+        self._identity = KVIdentity(weights_id, str(parameter.dtype).removeprefix("torch."), "", "slot-rows")
+        self._detokenizers: dict[Hashable, IncrementalDetokenizer] = {}
+        self._arrivals = 0
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        device: str = "cpu",
+        dtype: str = "float32",
+        weights_id: str = "loaded",
+        **settings: Any,
+    ) -> Engine:
+        """Load a model by folder, GGUF file, alias or hub id.
+
+        Args:
+            settings: fields of the `[engine]` section, such as `max_sequences` or `context_length`.
+
+        Raises:
+            UserError: the model is missing or refused, or the settings are impossible.
+        """
+        try:
+            config = EngineConfig(**settings)
+        except ValueError as error:
+            raise UserError(f"engine settings: {error}".replace("\n", " ")) from None
+        loaded = load_model(resolve(model), dtype=dtype, device=device, attn_implementation=ATTENTION)
+        return cls(loaded, config, weights_id)
+
+    @property
+    def model_path(self) -> Path:
+        """The local Hugging Face folder that was loaded."""
+        return self.model.path
+
+    @property
+    def weights_id(self) -> str:
+        return self._identity.weights_id
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that still have tokens to draw."""
+        return len(self.scheduler.running) + len(self.scheduler.waiting)
+
+    def submit(
+        self,
+        request_id: Hashable,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        random_key: int = 0,
+        prompt_length: int | None = None,
+        priority: tuple[int, ...] = (0,),
+    ) -> None:
+        """Queue one sample.
+
+        Args:
+            token_ids: the prompt, and what was already sampled when a sample is continued.
+            random_key: identifies the sample's randomness; position does the rest.
+            prompt_length: leading tokens of `token_ids` that are the prompt; all of them by default.
+            priority: the lower is the more urgent; equals in order of arrival.
+
+        Raises:
+            UserError: the prompt is empty, does not fit the context, or holds ids outside the vocabulary.
+        """
+        tokens = list(token_ids)
+        if self.scheduler.find(request_id) is not None:
+            raise UserError(f"request {request_id!r} is already running")
+        if not tokens:
+            raise UserError("a prompt must have at least one token")
+        if len(tokens) >= self.context_length:
+            raise UserError(
+                f"a prompt of {len(tokens)} tokens does not leave room for an answer in a context of "
+                f"{self.context_length}; shorten it or raise engine.context_length"
+            )
+        vocabulary = self.model.vocab_size
+        if not all(0 <= token < vocabulary for token in tokens):
+            raise UserError(f"a prompt holds token ids outside the vocabulary of {vocabulary}")
+        stops = set(sampling.stop_token_ids)
+        if not sampling.ignore_eos:
+            stops.update(self.model.eos_token_ids)
+        sequence = EngineSequence(
+            request_id=request_id,
+            token_ids=tokens,
+            prompt_length=len(tokens) if prompt_length is None else prompt_length,
+            sampling=sampling,
+            random_key=random_key,
+            priority=priority,
+            arrival=self._arrivals,
+            stop_token_ids=frozenset(stops),
+        )
+        self._arrivals += 1
+        if sampling.stop:
+            detokenizer = self._detokenizers[request_id] = IncrementalDetokenizer(self.tokenizer)
+            for token in tokens[sequence.prompt_length :]:
+                sequence.generated_text += detokenizer.add(token)
+        self.scheduler.add(sequence)
+
+    def abort(self, request_id: Hashable) -> bool:
+        """Stop a request; no event reports it. Returns whether it was there."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is None:
+            return False
+        self._remove(sequence)
+        return True
+
+    def set_priority(self, request_id: Hashable, priority: tuple[int, ...]) -> None:
+        """Change how urgent a request is; unknown ones are ignored."""
+        sequence = self.scheduler.find(request_id)
+        if sequence is not None:
+            sequence.priority = priority
+
+    def step(self) -> list[TokenEvent]:
+        """Advance every scheduled sequence. Returns the drawn tokens, at most one per request."""
+        plan = self.scheduler.plan(self._identity)
+        if plan.empty:
+            if self.num_unfinished:
+                raise RuntimeError("the engine has requests but nothing to run")
+            return []
+        ready, logits = self.runner.run(plan, self.slots)
+        for sequence, _ in plan.chunks:
+            self._cache_prompt(sequence)
+        if not ready:
+            return []
+        with torch.inference_mode():
+            ids, logprobs = sample(
+                logits,
+                [s.sampling.temperature for s in ready],
+                [s.sampling.top_k for s in ready],
+                [s.sampling.top_p for s in ready],
+                [uniform(s.random_key, len(s.token_ids)) for s in ready],
+            )
+        return [
+            self._advance(sequence, token_id, logprob)
+            for sequence, token_id, logprob in zip(ready, ids, logprobs, strict=True)
+        ]
+
+    def update_weights(self, version: int, weights_id: str) -> None:
+        """The shared parameters are now those of `version`. Repacks them and deals with KV of the old ones."""
+        repack(self.module)
+        old = self._identity
+        self.version = version
+        self._identity = old._replace(weights_id=weights_id)
+        if old.weights_id == weights_id:
+            return
+        self.cache.drop(old)
+        for sequence in list(self.scheduler.running):
+            if self.config.kv_on_update == "recompute":
+                self.scheduler.preempt(sequence)
+            elif sequence.computed:
+                sequence.mixed = True
+
+    def generate(self, prompts: Sequence[Prompt] | str, sampling: Sampling | None = None) -> list[Output]:
+        """Complete every prompt.
+
+        A sample's randomness depends on the seed, the prompt and the sample's number alone, so the same call in
+        another batch or order gives the same tokens. A prompt that stands twice gets different samples.
+
+        Args:
+            prompts: raw texts, token-id lists, or chat message lists.
+
+        Raises:
+            UserError: a prompt that cannot be encoded or does not fit; nothing is generated then.
+        """
+        sampling = sampling or Sampling()
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if self.num_unfinished:
+            raise RuntimeError("generate() needs an idle engine: requests of submit() are still running")
+        outputs = [Output(encode_prompt(self.tokenizer, prompt), []) for prompt in prompts]
+        seen: Counter[tuple[int, ...]] = Counter()
+        samples: dict[tuple[int, int], Sample] = {}
+        try:
+            for i, output in enumerate(outputs):
+                content = tuple(output.prompt_ids)
+                for j in range(sampling.n):
+                    key = random_key(sampling.seed, repr(content), seen[content], j)
+                    self.submit((i, j), output.prompt_ids, sampling, random_key=key)
+                    samples[i, j] = Sample()
+                    output.samples.append(samples[i, j])
+                seen[content] += 1
+            while self.num_unfinished:
+                for event in self.step():
+                    _append(samples[event.request_id], event)  # type: ignore[index]
+        except BaseException:
+            for request_id in samples:
+                self.abort(request_id)
+            raise
+        for item in samples.values():
+            item.text = self.completion_text(item.token_ids, item.finish_reason, sampling)
+        return outputs
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[str]:
+        """Yield one completion's text as it grows; special tokens and stop strings are left out."""
+        sampling = sampling or Sampling()
+        ids = encode_prompt(self.tokenizer, prompt)
+        request_id = object()
+        key = random_key(sampling.seed, repr(tuple(ids)), 0, 0)
+        self.submit(request_id, ids, sampling, random_key=key)
+        detokenizer = IncrementalDetokenizer(self.tokenizer)
+        # Text that could be the beginning of a stop string is held back until it is clear that it is not.
+        held = ""
+        longest = max((len(stop) for stop in sampling.stop), default=1)
+        try:
+            finished = False
+            while not finished:
+                for event in self.step():
+                    if event.request_id is not request_id:
+                        raise RuntimeError("stream() needs an idle engine: other requests are running")
+                    finished = event.finish_reason is not None
+                    if event.finish_reason != "stop" or sampling.stop:
+                        held += detokenizer.add(event.token_id)
+                if finished:
+                    held = _before_stop(held + detokenizer.finish(), sampling.stop)
+                    safe = len(held)
+                else:
+                    safe = len(held) - longest + 1
+                if safe > 0:
+                    yield held[:safe]
+                    held = held[safe:]
+        finally:
+            self.abort(request_id)
+
+    def completion_text(self, token_ids: Sequence[int], finish_reason: str | None, sampling: Sampling) -> str:
+        """A completion as text, without special tokens, the stop token and the stop string that ended it."""
+        ids = list(token_ids)
+        if ids and finish_reason == "stop" and ids[-1] in sampling.stop_token_ids:
+            ids.pop()
+        return _before_stop(decode_completion(self.tokenizer, ids), sampling.stop)
+
+    def _advance(self, sequence: EngineSequence, token_id: int, logprob: float) -> TokenEvent:
+        if not math.isfinite(logprob):
+            raise NonFiniteError(
+                f"request {sequence.request_id}: the log-prob of token {len(sequence.token_ids)} is {logprob}; "
+                f"the weights of version {self.version} are broken; a lower trainer.learning_rate is the usual cure",
+                [sequence.request_id],
+            )
+        sequence.token_ids.append(token_id)
+        finish_reason: str | None = None
+        if token_id in sequence.stop_token_ids or self._met_stop_string(sequence, token_id):
+            finish_reason = "stop"
+        elif (
+            sequence.num_sampled >= sequence.sampling.max_tokens
+            or len(sequence.token_ids) >= self.context_length
+        ):
+            finish_reason = "length"
+        event = TokenEvent(
+            sequence.request_id, token_id, logprob, self.version, sequence.mixed, finish_reason
+        )
+        if finish_reason is not None:
+            self._remove(sequence)
+        return event
+
+    def _met_stop_string(self, sequence: EngineSequence, token_id: int) -> bool:
+        detokenizer = self._detokenizers.get(sequence.request_id)
+        if detokenizer is None:
+            return False
+        sequence.generated_text += detokenizer.add(token_id)
+        return any(stop in sequence.generated_text for stop in sequence.sampling.stop)
+
+    def _cache_prompt(self, sequence: EngineSequence) -> None:
+        if sequence.prompt_cached or sequence.mixed or sequence.computed < sequence.prompt_length:
+            return
+        sequence.prompt_cached = True
+        slot = sequence.slot
+        assert slot is not None
+        self.cache.insert(
+            self._identity,
+            sequence.token_ids[: sequence.prompt_length],
+            lambda start, stop: self.slots.read(slot, start, stop),
+        )
+
+    def _remove(self, sequence: EngineSequence) -> None:
+        self.scheduler.remove(sequence)
+        self._detokenizers.pop(sequence.request_id, None)
+
+
+def _append(item: Sample, event: TokenEvent) -> None:
+    item.token_ids.append(event.token_id)
+    item.logprobs.append(event.logprob)
+    item.versions.append(event.version)
+    item.finish_reason = event.finish_reason
+
+
+def _before_stop(text: str, stops: Sequence[str]) -> str:
+    found = [text.index(stop) for stop in stops if stop in text]
+    return text[: min(found)] if found else text
+
+
+def _context_length(model: LoadedModel, config: EngineConfig) -> int:
+    if config.context_length is None:
+        return min(model.context_length, DEFAULT_CONTEXT)
+    if config.context_length > model.context_length:
+        raise UserError(
+            f"engine.context_length = {config.context_length} is more than the model's {model.context_length}"
+        )
+    return config.context_length
+
+
+def _capacity_tokens(config: EngineConfig, context_length: int, token_bytes: int) -> int:
+    """Tokens of KV that the running sequences may hold together."""
+    available = psutil.virtual_memory().available
+    wanted = config.max_sequences * context_length
+    one_context = context_length * token_bytes
+    if config.kv_memory_mb is None:
+        allowed = available // 2
+    else:
+        allowed = config.kv_memory_mb * 2**20
+        if allowed > available:
+            raise UserError(
+                f"engine.kv_memory_mb = {config.kv_memory_mb} is more than the {available // 2**20} MB of memory "
+                "that are free; lower it, or leave it out to use half of what is free"
+            )
+    if one_context > allowed:
+        raise UserError(
+            f"too little memory for KV: one sequence of {context_length} tokens takes {one_context / 2**20:.0f} MB, "
+            f"{allowed / 2**20:.0f} MB are allowed; lower engine.context_length or raise engine.kv_memory_mb"
+        )
+    return min(wanted, allowed // token_bytes)

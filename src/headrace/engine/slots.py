@@ -1,0 +1,158 @@
+"""The KV of running sequences: one contiguous slot per sequence.
+
+Each layer's keys and values are *planes*, one per KV head. Planes of equal width share a buffer of shape
+[slots, planes, capacity, D], so that moving a whole sequence is one strided copy. Memory is reserved at start
+but taken from the system only where it is written (CPU), and given back by `reclaim`.
+
+Invariants
+* Slots in use are always 0 … n-1: freeing a slot moves the last one into its place (`free` says so).
+* `reserved` tokens of all slots never exceed `capacity_tokens`; the scheduler asks `can_grow` first.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_ROW_PADDING = 16
+"""Rows added to each plane, so that planes do not lie a power of two apart and fight for the same cache sets."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """KV heads and widths of one layer's keys and values."""
+
+    heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+
+
+class KVSlots:
+    """KV memory for `max_sequences` sequences of up to `context_length` tokens.
+
+    Args:
+        shapes: per layer, as the model's forward shows them.
+        capacity_tokens: the most tokens that all slots together may hold.
+    """
+
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        max_sequences: int,
+        context_length: int,
+        capacity_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shapes = list(shapes)
+        self.max_sequences = max_sequences
+        self.context_length = context_length
+        self.capacity_tokens = capacity_tokens
+        self.lengths: list[int] = []
+        self._touched = [0] * max_sequences
+        planes: dict[int, int] = {}
+        places: list[tuple[int, int, int, int]] = []
+        for shape in self.shapes:
+            key_start = planes.setdefault(shape.key_dim, 0)
+            planes[shape.key_dim] += shape.heads
+            value_start = planes.setdefault(shape.value_dim, 0)
+            planes[shape.value_dim] += shape.value_heads
+            places.append((shape.key_dim, key_start, shape.value_dim, value_start))
+        rows = context_length + _ROW_PADDING
+        self._maps: list[mmap.mmap | None] = []
+        self._buffers: dict[int, Tensor] = {
+            dim: self._allocate((max_sequences, count, rows, dim), dtype, device)
+            for dim, count in planes.items()
+        }
+        self.keys: list[Tensor] = []
+        """Per layer [slots, heads, rows, D], a view."""
+        self.values: list[Tensor] = []
+        for shape, (key_dim, key_start, value_dim, value_start) in zip(self.shapes, places, strict=True):
+            self.keys.append(self._buffers[key_dim][:, key_start : key_start + shape.heads])
+            self.values.append(self._buffers[value_dim][:, value_start : value_start + shape.value_heads])
+
+    @property
+    def used(self) -> int:
+        """Slots in use."""
+        return len(self.lengths)
+
+    @property
+    def reserved_tokens(self) -> int:
+        return sum(self.lengths)
+
+    def can_grow(self, tokens: int) -> bool:
+        return self.reserved_tokens + tokens <= self.capacity_tokens
+
+    def take(self) -> int:
+        """A free slot."""
+        if self.used == self.max_sequences:
+            raise RuntimeError("no KV slot is free")
+        self.lengths.append(0)
+        return self.used - 1
+
+    def grow(self, slot: int, length: int) -> None:
+        """Reserve room for the first `length` tokens of a slot."""
+        self.lengths[slot] = max(self.lengths[slot], length)
+        self._touched[slot] = max(self._touched[slot], length)
+        if sum(self._touched) > self.capacity_tokens:
+            self.reclaim()
+
+    def free(self, slot: int) -> int | None:
+        """Give a slot up. Returns the slot whose contents moved into it (always the last one), or None."""
+        last = self.used - 1
+        moved = None
+        if slot != last:
+            length = self.lengths[last]
+            for buffer in self._buffers.values():
+                buffer[slot, :, :length] = buffer[last, :, :length]
+            self.lengths[slot] = length
+            self._touched[slot] = max(self._touched[slot], length)
+            moved = last
+        self.lengths.pop()
+        return moved
+
+    def read(self, slot: int, start: int, stop: int) -> list[Tensor]:
+        """Copy rows out: one tensor [planes, stop - start, D] per buffer."""
+        return [buffer[slot, :, start:stop].clone() for buffer in self._buffers.values()]
+
+    def write(self, slot: int, start: int, rows: Sequence[Tensor], count: int) -> None:
+        """Copy the first `count` rows that `read` made into a slot, from position `start`."""
+        for buffer, tensor in zip(self._buffers.values(), rows, strict=True):
+            buffer[slot, :, start : start + count] = tensor[:, :count]
+
+    def reclaim(self) -> None:
+        """Give the memory of unused slots back to the system."""
+        for buffer, mapping in zip(self._buffers.values(), self._maps, strict=True):
+            stride = buffer.stride(0) * buffer.element_size()
+            start = -(-self.used * stride // mmap.PAGESIZE) * mmap.PAGESIZE
+            if mapping is not None and start < len(mapping):
+                mapping.madvise(mmap.MADV_DONTNEED, start, len(mapping) - start)
+        for slot in range(self.used, self.max_sequences):
+            self._touched[slot] = 0
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        if device.type != "cpu" or not hasattr(mmap, "MADV_DONTNEED"):
+            self._maps.append(None)
+            # Zeros: attention multiplies what it masks by 0, and 0 * NaN would spoil its neighbours.
+            return torch.zeros(shape, dtype=dtype, device=device)
+        count = 1
+        for size in shape:
+            count *= size
+        # Reserving is free, only writing takes memory; the scheduler keeps what is written within the capacity.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+        mapping = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            # A huge page would make a short sequence take the memory of a long one.
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        self._maps.append(mapping)
+        return torch.frombuffer(mapping, dtype=dtype).view(shape)
+
+
+def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """KV bytes that one token takes over all layers."""
+    return sum(s.heads * s.key_dim + s.value_heads * s.value_dim for s in shapes) * dtype.itemsize

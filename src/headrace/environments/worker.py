@@ -1,0 +1,145 @@
+"""The process in which user code runs: `python -m headrace.environments.worker FD`.
+
+Invariants
+* It serves one request at a time over the socket FD, and nothing the user prints gets onto that socket:
+  standard output goes to standard error.
+* It ends, with everything it started in its process group, as soon as the parent dies or closes its end of
+  the socket. If user code holds the interpreter just then, it ends when its request's time is over.
+* Ctrl-C belongs to the parent.
+* It imports neither torch nor numpy nor the settings.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import queue
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from headrace.environments.base import Caller, Environment, validate_reward
+from headrace.environments.messages import (
+    Done,
+    Failed,
+    GetTask,
+    Progress,
+    Ready,
+    Reply,
+    Request,
+    Reward,
+    Setup,
+)
+from headrace.environments.options import describe_exception
+from headrace.environments.registry import environment_folder, load_environment
+from headrace.environments.task_stream import TaskStream
+from headrace.errors import EnvironmentSetupError
+
+PROGRESS_EVERY_S = 0.05
+SELF_DESTRUCT_AFTER_S = 10.0
+"""How far past its deadline a request may get before the worker ends itself. A living parent is quicker."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+class Server:
+    """Answers requests with one environment."""
+
+    def __init__(self, environment: Environment, setup: Setup, send: Callable[[Reply], None]) -> None:
+        self._environment = environment
+        self._folder = environment_folder(setup.name)
+        self._timeout_s = setup.timeout_s
+        self._send = send
+        self._caller = Caller()
+        self._last_progress = 0.0
+        self._train, self._test = (
+            TaskStream(environment, split, setup.seed, self._caller, self._on_read)
+            for split in ("train", "test")
+        )
+
+    def answer(self, request: Request) -> Reply:
+        _self_destruct_in(self._timeout_s)
+        try:
+            return Done(self._serve(request))
+        except EnvironmentSetupError as error:
+            return Failed(str(error))
+        except (
+            BaseException
+        ) as error:  # nothing that user code raises may end the worker, SystemExit included
+            return Failed(f"{request} raised {describe_exception(error, self._folder)}")
+
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def _serve(self, request: Request) -> Any:
+        if isinstance(request, Reward):
+            return validate_reward(
+                self._caller.call(self._environment.reward, request.task, request.completion)
+            )
+        if isinstance(request, GetTask):
+            return self._train.get(request.index)
+        return self._test.take(request.count)
+
+    def _on_read(self, count: int) -> None:
+        now = time.monotonic()
+        if now - self._last_progress >= PROGRESS_EVERY_S:
+            self._last_progress = now
+            _self_destruct_in(self._timeout_s)
+            self._send(Progress(count))
+
+
+def main(fd: int) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # Not SIGKILL: that would leave behind what user code started.
+        signal.signal(signal.SIGRTMAX, lambda *_: _end_process_group())
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGRTMAX)
+    os.set_inheritable(fd, False)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    connection = Connection(fd)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(connection, inbox), name="parent", daemon=True).start()
+
+    setup: Setup = inbox.get()
+    random.seed(setup.seed)
+    try:
+        environment = load_environment(setup.name, setup.options)
+    except EnvironmentSetupError as error:
+        connection.send(Failed(str(error)))
+    except BaseException as error:
+        folder = environment_folder(setup.name)
+        connection.send(Failed(f"building {setup.name} raised {describe_exception(error, folder)}"))
+    else:
+        server = Server(environment, setup, connection.send)
+        connection.send(Ready())
+        while True:
+            connection.send(server.answer(inbox.get()))
+
+
+def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    """Hand on what the parent sends, until its end."""
+    try:
+        while True:
+            inbox.put(connection.recv())
+    except (EOFError, OSError):
+        _end_process_group()
+
+
+def _end_process_group() -> None:
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+def _self_destruct_in(seconds: float) -> None:
+    """End this process unless it is cancelled. The timer is a C thread, which needs no interpreter lock."""
+    faulthandler.dump_traceback_later(seconds + SELF_DESTRUCT_AFTER_S, exit=True, file=2)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,90 @@
+"""A cell: one model replica's worth of device, what it holds, and the units of work it can run.
+
+The generator and the trainer of a cell share one set of parameters; publishing a version brings the
+generator's packed copies up to date between two engine steps.
+
+Invariants
+* One unit runs at a time, so no forward ever sees half-changed weights.
+* `version` and `weights_id` change together, in `optimizer_step`, and the generator follows before it returns.
+* Every unit's wall time is booked under its name.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from headrace.engine import Engine, TokenEvent
+from headrace.schedule import Unit
+from headrace.state.weights import mint
+from headrace.trainer import GradientResult, StepResult, Trainer
+from headrace.types import Trajectory
+
+PUBLISH = "publish"
+"""Name under which the time of publishing weights is booked."""
+
+
+class Cell:
+    """One in-process cell.
+
+    Attributes:
+        version: the policy version of the weights it holds.
+        seconds: wall time per unit since `take_seconds` was last called.
+    """
+
+    def __init__(self, engine: Engine, trainer: Trainer, decode_steps: int) -> None:
+        self.engine = engine
+        self.trainer = trainer
+        self.decode_steps = decode_steps
+        self.version = engine.version
+        self.weights_id = engine.weights_id
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def decode(self) -> list[TokenEvent]:
+        """A Decode unit: a few engine steps."""
+        events: list[TokenEvent] = []
+        with self.booked(Unit.DECODE):
+            for _ in range(self.decode_steps):
+                if not self.engine.num_unfinished:
+                    break
+                events.extend(self.engine.step())
+        return events
+
+    def gradient(self, groups: Sequence[Sequence[Trajectory]], max_staleness: int) -> GradientResult:
+        """A Gradient unit: forward and backward of some committed groups at the current version."""
+        with self.booked(Unit.GRADIENT):
+            return self.trainer.accumulate(groups, version=self.version, max_staleness=max_staleness)
+
+    def rescore(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
+        """Log-probs of the sampled tokens under the current weights."""
+        with self.booked(Unit.GRADIENT):
+            return self.trainer.token_logprobs(trajectories)
+
+    def optimizer_step(self) -> StepResult:
+        """An OptimizerStep unit: new weights, a new version, published."""
+        with self.booked(Unit.OPTIMIZER_STEP):
+            result = self.trainer.step()
+        self.publish(self.version + 1, mint() if result.updated else self.weights_id)
+        return result
+
+    def publish(self, version: int, weights_id: str) -> None:
+        """Make the trainer's weights the generator's."""
+        with self.booked(PUBLISH):
+            self.engine.update_weights(version, weights_id)
+        self.version, self.weights_id = version, weights_id
+
+    def take_seconds(self) -> dict[str, float]:
+        """The time booked since the last call, per unit."""
+        seconds, self.seconds = dict(self.seconds), defaultdict(float)
+        return seconds
+
+    @contextmanager
+    def booked(self, name: str) -> Iterator[None]:
+        """Book the block's wall time under `name`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - start

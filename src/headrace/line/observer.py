@@ -1,0 +1,94 @@
+"""What a run tells whoever watches it: the terminal, a test, a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class LineStatus:
+    """The line at one moment.
+
+    Attributes:
+        step: steps completed; `steps` is the run's number.
+        doing: the unit that runs next, or what the line waits for.
+        reward_history: mean reward of each completed step.
+        decode_tokens_per_s, train_tokens_per_s: tokens per second of Decode and Gradient units, last step or this.
+        staleness_mean: mean staleness of the last step's tokens, in versions.
+        decoding, at_environment, ready: trajectories in the engine, at their environment; groups ready to train.
+        committed: groups committed to the current step, of `groups_per_step`.
+        seconds_left: expected seconds to the end, None before the first step.
+    """
+
+    step: int
+    steps: int
+    doing: str
+    reward_history: tuple[float, ...]
+    decode_tokens_per_s: float
+    train_tokens_per_s: float
+    staleness_mean: float
+    decoding: int
+    at_environment: int
+    ready: int
+    committed: int
+    groups_per_step: int
+    seconds_left: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedTask:
+    """One held-out task and the greedy answer to it; `reward` is None where the environment failed."""
+
+    prompt: str
+    completion: str
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Held-out accuracy: the mean reward of greedy answers, over the tasks whose environment answered."""
+
+    step: int
+    accuracy: float
+    tasks: list[EvaluatedTask]
+    failed: int
+
+
+@dataclass(slots=True)
+class LineResult:
+    """What a run came to. `interrupted` means that it can be resumed from `run_dir`."""
+
+    run_dir: Path
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    interrupted: bool = False
+
+    @property
+    def rewards(self) -> list[float]:
+        """Mean reward of each step."""
+        return [float(m["reward_mean"]) for m in self.metrics]
+
+    @property
+    def training_seconds(self) -> float:
+        """Wall time of all steps, without evaluation."""
+        return sum(float(m["time_step_s"]) for m in self.metrics)
+
+
+class Observer:
+    """Gets told; every method may be overridden, none need be."""
+
+    def on_message(self, text: str) -> None:
+        """Something worth a line."""
+
+    def on_status(self, status: LineStatus) -> None:
+        """Before each unit of work."""
+
+    def on_step(self, metrics: Mapping[str, Any]) -> None:
+        """After each step, with its line of `metrics.jsonl`."""
+
+    def on_evaluation(self, name: str, evaluation: Evaluation) -> None:
+        """After a held-out evaluation; `name` is "before" or "after"."""

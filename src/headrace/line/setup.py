@@ -1,0 +1,123 @@
+"""What must be right before any work starts: threads, environment, model, engine, prompt, memory.
+
+Invariant: everything that can be wrong with a user's input is found here, as one `UserError` line, before a run
+folder exists.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from headrace.config import Config
+from headrace.engine import Engine
+from headrace.environments import EnvironmentPool
+from headrace.errors import UserError
+from headrace.models import (
+    LoadedModel,
+    encode_task_prompt,
+    kv_bytes_per_token,
+    load_model,
+    parameter_count,
+    resolve,
+)
+from headrace.models.attention import ATTENTION
+from headrace.state.memory import available_mb, tune_allocator
+from headrace.state.weights import content_digest
+
+
+@dataclass(slots=True)
+class Workplace:
+    """An environment that answers and a model that generates, checked against each other."""
+
+    config: Config
+    pool: EnvironmentPool
+    model: LoadedModel
+    engine: Engine
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.pool.close()
+
+
+def prepare(config: Config, model_path: Path | None = None) -> Workplace:
+    """Start the environment's workers, load the model, and try the first task.
+
+    Args:
+        model_path: a folder to load instead of `config.model.name`.
+
+    Raises:
+        UserError: one line about what is wrong.
+    """
+    pool = EnvironmentPool(config.environment, config.line.seed)
+    try:
+        # The environment first: it is quick to check, and its mistakes are the commonest.
+        pool.start()
+        first_task = pool.check()
+        set_threads(config)
+        tune_allocator()
+        model = load_model(
+            model_path or resolve(config.model.name),
+            dtype=config.model.dtype,
+            device=config.model.device,
+            attn_implementation=ATTENTION,
+        )
+        engine = Engine(model, config.engine, content_digest(model.module))
+        check_prompt(engine, first_task)
+        return Workplace(config, pool, model, engine)
+    except BaseException:
+        pool.close()
+        raise
+
+
+def set_threads(config: Config) -> int:
+    """Use the threads that the settings ask for, or every core this process may run on."""
+    threads = config.line.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    return threads
+
+
+def check_prompt(engine: Engine, task: dict[str, Any]) -> list[int]:
+    """A task's prompt as token ids.
+
+    Raises:
+        UserError: it leaves no room for an answer.
+    """
+    ids = encode_task_prompt(engine.tokenizer, task["prompt"])
+    if len(ids) >= engine.context_length:
+        raise UserError(
+            f"a prompt of {len(ids)} tokens does not leave room for an answer in a context of "
+            f"{engine.context_length}; shorten the prompt or raise engine.context_length"
+        )
+    return ids
+
+
+def memory_estimate(config: Config) -> dict[str, float]:
+    """What a run will roughly take, in MB, without loading weights."""
+    path = resolve(config.model.name)
+    itemsize = 8 if config.model.dtype == "float64" else 4
+    parameters = parameter_count(path) * itemsize / 2**20
+    copies = {"weights": parameters, "gradients": parameters, "optimizer moments": 2 * parameters}
+    if config.engine.prepack and config.model.device == "cpu" and config.model.dtype == "float32":
+        copies["prepacked weights"] = parameters
+    if config.algorithm.kl_coef > 0:
+        copies["reference model"] = parameters
+    per_token = kv_bytes_per_token(path, config.model.dtype) / 2**20
+    tokens = config.engine.max_sequences * (config.engine.context_length or 2048)
+    kv = tokens * per_token
+    if config.engine.kv_memory_mb is not None:
+        kv = min(kv, config.engine.kv_memory_mb)
+    copies["KV, at most"] = min(kv, available_mb() / 2)
+    copies["prefix cache, at most"] = config.engine.prefix_cache_mb
+    copies["total"] = sum(copies.values())
+    copies["available"] = available_mb()
+    return copies

@@ -1,0 +1,30 @@
+"""What this process takes and what the machine has left, and glibc's allocator set for large tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+
+import psutil
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_KEEP_BYTES = 1 << 30
+
+
+def tune_allocator() -> None:
+    """Let glibc keep large blocks instead of giving each one back to the system and faulting it in again."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library: its defaults stay
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
+        libc.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
+
+
+def resident_mb() -> float:
+    """Resident memory of this process in MB (2**20 bytes)."""
+    return psutil.Process().memory_info().rss / 2**20
+
+
+def available_mb() -> float:
+    """Memory that can be had without swapping, in MB."""
+    return psutil.virtual_memory().available / 2**20

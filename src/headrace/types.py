@@ -1,0 +1,177 @@
+"""The nouns of the line: tasks, trajectories, groups and sampling settings.
+
+Invariants
+* `Trajectory.token_ids`, `.sampled`, `.logprobs` and `.versions` always have one length. A token that the
+  policy did not sample (prompt, environment reply) has `sampled=False`, log-prob 0.0 and version -1.
+* Tokens are only ever appended: what was sampled is never decoded and encoded again.
+* This module imports neither torch nor numpy, so that schedulers and workers can use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from headrace.errors import UserError
+
+NOT_SAMPLED = -1
+"""Policy version recorded for a token that no policy sampled."""
+
+
+class TrajectoryId(NamedTuple):
+    """Which attempt at which sample of which group. Attempt 0 is the first try."""
+
+    group: int
+    sample: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.group}.{self.sample}.{self.attempt}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn.
+
+    Args:
+        temperature: divides the logits; 0 is greedy (log-probs are then those at temperature 1).
+        top_p: keep the smallest set of tokens whose probability reaches this, in (0, 1].
+        top_k: keep the k most likely tokens; 0 keeps all.
+        max_tokens: the most tokens to sample, at least 1.
+        stop: strings that end a sample; `text` excludes the one that was met.
+        stop_token_ids: ids that end a sample beside the model's own end-of-sequence ids.
+        ignore_eos: go on after the model's end-of-sequence ids.
+        n: samples per prompt.
+        seed: seeds the counter-based randomness.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int = 128
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if not 0 <= self.temperature < float("inf"):
+            raise UserError(f"temperature must be a finite number of at least 0, not {self.temperature}")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be above 0 and at most 1, not {self.top_p}")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be at least 0 (0 keeps every token), not {self.top_k}")
+        if self.max_tokens < 1:
+            raise UserError(f"max_tokens must be at least 1, not {self.max_tokens}")
+        if self.n < 1:
+            raise UserError(f"n must be at least 1, not {self.n}")
+        if any(not text for text in self.stop):
+            raise UserError("a stop string must not be empty")
+
+    @property
+    def cuts(self) -> bool:
+        """Whether top-p or top-k removes tokens from the distribution."""
+        return self.top_p < 1 or self.top_k > 0
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One attempt at a task, token by token. All lists have the same length (see the module's invariants)."""
+
+    id: TrajectoryId
+    temperature: float
+    token_ids: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    reward: float | None = None
+    completion: str = ""
+    mixed_kv: bool = False
+    """Whether some token was sampled over KV of older weights (`kv_on_update = "keep"`)."""
+
+    def append_observed(self, token_ids: Sequence[int]) -> None:
+        """Append tokens that the policy did not sample."""
+        self.token_ids.extend(token_ids)
+        self.sampled.extend([False] * len(token_ids))
+        self.logprobs.extend([0.0] * len(token_ids))
+        self.versions.extend([NOT_SAMPLED] * len(token_ids))
+
+    def append_sampled(self, token_id: int, logprob: float, version: int) -> None:
+        """Append one token that policy `version` sampled with behaviour log-probability `logprob`."""
+        self.token_ids.append(token_id)
+        self.sampled.append(True)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens before the first sampled one."""
+        return self.sampled.index(True) if True in self.sampled else len(self.sampled)
+
+    @property
+    def num_sampled(self) -> int:
+        return sum(self.sampled)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version among the sampled tokens."""
+        return min(v for v, sampled in zip(self.versions, self.sampled, strict=True) if sampled)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the trajectory ended by itself rather than by a limit on its length."""
+        return self.finish_reason == "stop"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "id": list(self.id),
+            "temperature": self.temperature,
+            "token_ids": self.token_ids,
+            "sampled": [int(s) for s in self.sampled],
+            "logprobs": self.logprobs,
+            "versions": self.versions,
+            "finish_reason": self.finish_reason,
+            "reward": self.reward,
+            "completion": self.completion,
+            "mixed_kv": self.mixed_kv,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Trajectory:
+        return cls(
+            id=TrajectoryId(*data["id"]),
+            temperature=data["temperature"],
+            token_ids=list(data["token_ids"]),
+            sampled=[bool(s) for s in data["sampled"]],
+            logprobs=list(data["logprobs"]),
+            versions=list(data["versions"]),
+            finish_reason=data["finish_reason"],
+            reward=data["reward"],
+            completion=data["completion"],
+            mixed_kv=data["mixed_kv"],
+        )
+
+
+@dataclass(slots=True)
+class Group:
+    """The samples of one task. `samples[i]` is the current attempt at sample i; a failed one is None."""
+
+    id: int
+    task: dict[str, Any]
+    prompt_ids: list[int]
+    admitted_version: int
+    samples: list[Trajectory | None] = field(default_factory=list)
+
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """The samples that are valid: rewarded and not failed."""
+        return [t for t in self.samples if t is not None and t.reward is not None]
+
+    @property
+    def rewards(self) -> list[float]:
+        return [t.reward for t in self.samples if t is not None and t.reward is not None]

@@ -1,0 +1,113 @@
+"""The bound on staleness, exactly-once and the books, whatever finishes first and wherever the run dies."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from line_cases import ChosenPool, KillAt, Killed, check_books, environment_file, settings
+
+from headrace.engine import Engine
+from headrace.line import Line, Observer
+from headrace.line.production import Production
+from headrace.line.run_folder import RunFolder
+from headrace.line.setup import Workplace
+from headrace.models import load_model, resolve
+from headrace.models.attention import ATTENTION
+
+BOUNDS = [0, 1, 2, 4]
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@hypothesis_settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data(), groups=st.integers(1, 3))
+def test_an_adversary_who_chooses_every_completion_time(
+    bound: int, data: st.DataObject, groups: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    config = settings(
+        sampling={"max_tokens": 2},
+        line={"max_staleness": bound, "groups_per_step": groups, "steps": 4, "checkpoint_every": 0},
+    )
+
+    def choose(pending: int) -> int | None:
+        index = data.draw(st.integers(-1, pending - 1))
+        return None if index < 0 else index
+
+    run_dir = tmp_path_factory.mktemp("run") / "run"
+    model = load_model(resolve("tiny-random"), attn_implementation=ATTENTION)
+    workplace = Workplace(config, ChosenPool(choose), model, Engine(model, config.engine, "tiny"))
+    with RunFolder.create(run_dir, config) as folder:
+        Production(workplace, folder, Observer(), lambda: False).run(resume=False)
+    check_books(run_dir, config)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_environments_that_sleep_at_random_and_kills_in_between(bound: int, tmp_path: Path) -> None:
+    name = environment_file(
+        tmp_path,
+        """
+    def tasks(self, split):
+        for i in range(1000):
+            yield {"prompt": f"task {i}", "i": i}
+
+    def reward(self, task, completion):
+        time.sleep(random.random() ** 4 * 0.2)
+        return float((task["i"] + len(completion)) % 3)
+""",
+    )
+    config = settings(
+        environment={"name": name, "workers": 2},
+        sampling={"max_tokens": 12},
+        line={"max_staleness": bound, "steps": 6, "decode_steps": 1, "checkpoint_every": 2},
+    )
+    run_dir = tmp_path / "run"
+    chance = random.Random(bound)
+    line = Line.from_config(config, run_dir)
+    for _ in range(3):
+        try:
+            line.run(KillAt(chance.randrange(5, 60)))
+        except Killed:
+            line = Line.resume(run_dir)
+        else:
+            break
+    else:
+        line.run()
+    ages = check_books(run_dir, config)
+    assert bound == 0 or max(ages) > 0, "an asynchronous run is stale now and then"
+
+
+def test_killed_processes_lose_nothing_that_a_checkpoint_holds(tmp_path: Path) -> None:
+    config = settings(line={"steps": 8, "max_staleness": 2}, sampling={"max_tokens": 16})
+    run_dir = tmp_path / "run"
+    RunFolder.create(run_dir, config).close()
+    script = f"from headrace import Line; Line.resume({str(run_dir)!r}).run()"
+    chance = random.Random(1)
+    kills = 0
+    for _ in range(3):
+        process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+        # Past the start-up, at any instant.
+        deadline = time.monotonic() + 60
+        before = RunFolder.open(run_dir, read_only=True).latest_checkpoint()
+        while process.poll() is None and time.monotonic() < deadline:
+            if RunFolder.open(run_dir, read_only=True).latest_checkpoint() != before:
+                break
+            time.sleep(0.01)
+        time.sleep(chance.random() * 0.2)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        process.wait(10)
+    Line.resume(run_dir).run()
+    assert kills, "the run ended before it could be killed"
+    check_books(run_dir, config)

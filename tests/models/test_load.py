@@ -1,0 +1,227 @@
+"""Loading: what is loaded is whole and usable; what cannot be used is refused by name, before its weights."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from headrace.errors import ModelError
+from headrace.models import LoadedModel, kv_bytes_per_token, load_model, parameter_count
+from headrace.models.attention import AttentionOptions, attention_backend, dense_attention, visible
+from headrace.models.load import context_length, read_config, refuse_unsupported
+
+
+def one_line(path: Path, **arguments: str) -> str:
+    with pytest.raises(ModelError) as caught:
+        load_model(path, **arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(tiny_path: Path, tmp_path: Path) -> Path:
+    """A copy of tiny-random to change."""
+    return Path(shutil.copytree(tiny_path, tmp_path / "model"))
+
+
+def edit(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_loaded_model(tiny: LoadedModel, tiny_path: Path) -> None:
+    assert not tiny.module.training
+    assert tiny.path == tiny_path
+    assert (tiny.vocab_size, tiny.context_length, tiny.eos_token_ids) == (259, 1024, (258,))
+    assert (tiny.dtype, tiny.device) == (torch.float32, torch.device("cpu"))
+    assert tiny.config._attn_implementation == "sdpa"
+    assert parameter_count(tiny_path) == sum(p.numel() for p in tiny.module.parameters())
+
+
+def test_dtype_changes_every_weight(tiny_path: Path, tiny: LoadedModel) -> None:
+    double = load_model(tiny_path, "float64")
+    assert {p.dtype for p in double.module.parameters()} == {torch.float64}
+    ids = torch.arange(40).unsqueeze(0)
+    torch.testing.assert_close(
+        double.module(ids).logits.float(), tiny.module(ids).logits, rtol=1e-4, atol=1e-4
+    )
+
+
+def test_headrace_attention_is_registered(tiny_path: Path) -> None:
+    model = load_model(tiny_path, attn_implementation="headrace")
+    with pytest.raises(RuntimeError, match="attention_backend"):
+        model.module(torch.tensor([[1, 2]]))
+
+
+def test_loading_is_silent_and_restores_logging(tiny_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    logging.set_verbosity_info()
+    logging.enable_progress_bar()
+    try:
+        load_model(tiny_path)
+        assert logging.get_verbosity() == logging.INFO
+        assert logging.is_progress_bar_enabled()
+        assert capfd.readouterr() == ("", "")
+    finally:
+        logging.set_verbosity_warning()
+
+
+def test_eos_ids_are_a_union(folder: Path) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[10, 258])
+    edit(folder / "config.json", eos_token_id=7)
+    edit(folder / "tokenizer_config.json", eos_token="<|pad|>")
+    assert load_model(folder).eos_token_ids == (7, 10, 256, 258)
+
+
+def test_folder_without_generation_config(folder: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    assert load_model(folder).eos_token_ids == (258,)
+
+
+def test_missing_weights_are_not_made_up(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    assert "layers.1.mlp.up_proj" in one_line(folder)
+
+
+def test_weights_of_another_size(folder: Path) -> None:
+    edit(folder / "config.json", hidden_size=32)
+    assert "cannot be loaded" in one_line(folder)
+
+
+def test_tokenizer_of_another_model(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    extra = dict(tokenizer["added_tokens"][0], id=259, content="<|extra|>")
+    edit(folder / "tokenizer.json", added_tokens=[*tokenizer["added_tokens"], extra])
+    assert "do not belong together" in one_line(folder)
+
+
+def test_damaged_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text('{"model": 1}')
+    assert "its tokenizer cannot be loaded" in one_line(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "no_such_model"}, "no_such_model"),
+        ({"model_type": "t5"}, "t5 is an encoder-decoder"),
+        ({"model_type": "mamba"}, "mamba"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"num_attention_heads": "many"}, "config.json cannot be used"),
+    ],
+)
+def test_refused_folder(changes: dict[str, object], message: str, folder: Path) -> None:
+    edit(folder / "config.json", **changes)
+    assert message in one_line(folder)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bamba", "bart", "bert", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
+        "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next",
+        "recurrent_gemma", "rwkv", "t5", "xlstm", "zamba", "zamba2",
+    ],
+)  # fmt: skip
+def test_refused_by_name(kind: str) -> None:
+    config = transformers.CONFIG_MAPPING[kind]()
+    if kind == "bert":
+        config.architectures = ["BertForMaskedLM"]
+    with pytest.raises(ModelError, match=kind if kind != "bert" else "BertForMaskedLM"):
+        refuse_unsupported(config, Path("model"))
+
+
+@pytest.mark.parametrize("kind", ["mamba", "rwkv", "zamba"])
+def test_recurrent_state_is_refused(kind: str) -> None:
+    with pytest.raises(ModelError, match=f"{kind} keeps a recurrent state"):
+        refuse_unsupported(transformers.CONFIG_MAPPING[kind](), Path("model"))
+
+
+def test_hybrid_layers_are_refused() -> None:
+    config = transformers.CONFIG_MAPPING["lfm2"](num_hidden_layers=2, layer_types=["conv", "full_attention"])
+    with pytest.raises(ModelError, match="lfm2 has layers of type conv"):
+        refuse_unsupported(config, Path("model"))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "cohere", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gpt_oss",
+        "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3",
+    ],
+)  # fmt: skip
+def test_accepted(kind: str) -> None:
+    config = transformers.CONFIG_MAPPING[kind]()
+    refuse_unsupported(config, Path("model"))
+    assert context_length(config) > 0
+    assert kv_bytes_per_token(config, "float32") > 0
+
+
+def test_device_that_is_not_here(tiny_path: Path) -> None:
+    assert "is no device" in one_line(tiny_path, device="quantum")
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in one_line(tiny_path, device="cuda")
+    if not torch.backends.mps.is_available():
+        assert "no Apple GPU" in one_line(tiny_path, device="mps")
+    assert "dtype must be one of" in one_line(tiny_path, dtype="float8")
+
+
+class CountBytes:
+    """Attends as usual, and counts the bytes of the keys and values that come in."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
+    ) -> Tensor:
+        self.bytes += sum(t.numel() * t.element_size() for t in (key, value))
+        positions = torch.arange(query.shape[1])
+        mask = visible(positions, positions, options.sliding_window)
+        return dense_attention(query[None], key[None], value[None], mask, options)[0]
+
+
+def attended_bytes(module: torch.nn.Module, tokens: int) -> int:
+    backend = CountBytes()
+    with torch.no_grad(), attention_backend(backend):
+        module(torch.arange(tokens).unsqueeze(0), use_cache=False)
+    return backend.bytes
+
+
+def test_kv_bytes(tiny_path: Path) -> None:
+    model = load_model(tiny_path, attn_implementation="headrace")
+    assert kv_bytes_per_token(model.config, "float32") * 7 == attended_bytes(model.module, 7)
+    assert kv_bytes_per_token(model.config, "float64") == 2 * kv_bytes_per_token(model.config, "float32")
+
+
+def test_kv_bytes_of_latent_attention() -> None:
+    config = transformers.CONFIG_MAPPING["deepseek_v3"](
+        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
+        first_k_dense_replace=2, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8,
+        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=4, n_group=1, topk_group=1,
+        num_experts_per_tok=1,
+    )  # fmt: skip
+    module = AutoModelForCausalLM.from_config(config, attn_implementation="headrace").eval()
+    assert kv_bytes_per_token(config, "float32") * 5 == attended_bytes(module, 5)
+
+
+@pytest.mark.real
+def test_smollm2_knows_its_facts(smollm2_path: Path) -> None:
+    """Weights, rotary layout and tokenizer of the converted model fit each other."""
+    model = load_model(smollm2_path)
+    ids = model.tokenizer("The capital of France is", return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = model.module(ids).logits[0, -1]
+    assert model.tokenizer.decode(logits.argmax()) == " Paris"
+    assert model.module.lm_head.weight is model.module.model.embed_tokens.weight
+    assert (model.context_length, model.eos_token_ids) == (8192, (2,))
+    assert kv_bytes_per_token(read_config(smollm2_path), "float32") == 2 * 30 * 3 * 64 * 4
+    assert parameter_count(smollm2_path) == sum(p.numel() for p in model.module.parameters())
