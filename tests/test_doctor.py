@@ -52,6 +52,7 @@ def test_missing_and_outdated_packages(monkeypatch: pytest.MonkeyPatch) -> None:
         "numpy>=1",
         "nothing-here; extra == 'fancy'",
         "numpy; extra == 'plain'",
+        "pydantic; python_version > '3'",
         "not-for-this-system; sys_platform == 'nowhere'",
     ]
     monkeypatch.setattr(metadata, "requires", lambda name: wanted)

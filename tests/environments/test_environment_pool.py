@@ -114,7 +114,7 @@ class FailsOnce(Counting):
 class SlowTasks(Counting):
     def tasks(self, split):
         for n in range(16):
-            time.sleep(0.05)
+            time.sleep(0.1)
             yield {"prompt": f"{split} {n}", "n": n}
 
 
@@ -271,24 +271,24 @@ def test_a_failure_costs_one_request(
 
 @pytest.mark.parametrize("hang", ["hang", "hold the interpreter"])
 def test_a_reward_that_never_returns_is_killed(make_pool: MakePool, hang: str) -> None:
-    pool = make_pool("Counting", timeout_s=0.5)
+    pool = make_pool("Counting", timeout_s=1.0)
     began = time.monotonic()
     replies = rewards(pool, "sleep", hang, "after")
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 10
     assert replies[hang].reward is None
     assert replies[hang].error is not None
-    assert "nothing within 0.5 s (environment.timeout_s)" in replies[hang].error
+    assert "nothing within 1 s (environment.timeout_s)" in replies[hang].error
     assert (replies["sleep"].reward, replies["after"].reward) == (7.0, 7.0)
 
 
 def test_the_timeout_runs_from_the_start_of_a_reward_not_from_its_submission(make_pool: MakePool) -> None:
-    pool = make_pool("Counting", timeout_s=0.6)
-    for key in range(4):
-        pool.submit(key, {"prompt": "?", "n": 1}, "sleep")  # 0.3 s each, 1.2 s in all
+    pool = make_pool("Counting", timeout_s=1.0)
+    for key in range(5):
+        pool.submit(key, {"prompt": "?", "n": 1}, "sleep")  # 0.3 s each, 1.5 s in all
     replies = []
     while pool.pending:
         replies += pool.wait(5.0)
-    assert [reply.reward for reply in replies] == [1.0] * 4
+    assert [reply.reward for reply in replies] == [1.0] * 5
 
 
 def test_a_hanging_reward_does_not_hold_up_other_workers(make_pool: MakePool) -> None:
@@ -341,7 +341,7 @@ def test_a_key_is_pending_once(make_pool: MakePool) -> None:
 
 
 def test_async_environments(make_pool: MakePool) -> None:
-    pool = make_pool("Async", timeout_s=0.5)
+    pool = make_pool("Async", timeout_s=1.0)
     assert pool.check()["prompt"].startswith("train ")
     assert [task["n"] for task in pool.test_tasks(5)] == [0, 1, 2]
     assert sorted(pool.train_task(i)["n"] for i in range(3)) == [0, 1, 2]
@@ -364,13 +364,13 @@ def test_the_order_of_tasks_survives_restarts(make_pool: MakePool) -> None:
 
 
 def test_slow_tasks_are_no_timeout_as_long_as_they_come(make_pool: MakePool) -> None:
-    pool = make_pool("SlowTasks", timeout_s=0.4)  # reading all of them takes 0.8 s
+    pool = make_pool("SlowTasks", timeout_s=1.0)  # reading all of them takes 1.6 s
     assert pool.train_task(3)["prompt"].startswith("train")
 
 
 def test_a_task_source_that_hangs_is_named(make_pool: MakePool) -> None:
-    pool = make_pool("HangsInTasks", timeout_s=0.4)
-    with pytest.raises(EnvironmentFailure, match=r"tasks\('train'\) for task 0 gave nothing within 0.4 s"):
+    pool = make_pool("HangsInTasks", timeout_s=1.0)
+    with pytest.raises(EnvironmentFailure, match=r"tasks\('train'\) for task 0 gave nothing within 1 s"):
         pool.train_task(0)
     assert pool.test_tasks(1) == [{"prompt": "0"}]  # the worker was replaced
     with pytest.raises(EnvironmentFailure, match=r"tasks\('test'\) for 2 tasks gave nothing"):
@@ -473,7 +473,7 @@ def test_close_is_quick_idempotent_and_ends_what_user_code_started(make_pool: Ma
     assert len(children()) == 5  # a task worker, three reward workers, and a worker's own child
     began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 2.0
     pool.close()
     assert not children()
     assert_gone([int(child)])

@@ -110,6 +110,8 @@ def test_template_may_refuse(plain: PreTrainedTokenizerBase) -> None:
         [{"role": "user"}],
         ["a"],
         {"a": 1},
+        "\ud800",
+        [{"role": "user", "content": "\ud800"}],
     ],
 )
 def test_other_prompts_are_refused(prompt: object, tokenizer: PreTrainedTokenizerBase) -> None:

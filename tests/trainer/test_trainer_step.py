@@ -289,11 +289,20 @@ def test_learning_rates() -> None:
     )
     cosine = rates(schedule="cosine")
     assert cosine == pytest.approx([(1 + math.cos(math.pi * k / 8)) / 2 for k in range(9)])
+
+
+def test_a_step_has_its_learning_rate() -> None:
     trainer = make_trainer(warmup_steps=1, schedule="linear", total_steps=3)
     seen = []
+    before = weights(trainer)
     for step in range(3):
         trainer.accumulate(batch_at(step), version=0, max_staleness=0)
         seen.append(trainer.step().learning_rate)
+        if step == 0:  # AdamW's first step moves every weight by the rate, up to its ε
+            after = weights(trainer)
+            assert max((after[n] - before[n]).abs().max().item() for n in after) == pytest.approx(
+                5e-3, rel=1e-3
+            )
     assert seen == pytest.approx([5e-3, 1e-2, 5e-3])
 
 

@@ -175,7 +175,8 @@ class Engine:
             priority: the lower is the more urgent; equals in order of arrival.
 
         Raises:
-            UserError: the prompt is empty, does not fit the context, or holds ids outside the vocabulary.
+            UserError: the prompt is empty, does not fit the context or holds ids outside the vocabulary, the
+                request's id is in use, or `prompt_length` is impossible.
         """
         tokens = list(token_ids)
         if self.scheduler.find(request_id) is not None:
@@ -190,24 +191,27 @@ class Engine:
         vocabulary = self.model.vocab_size
         if not all(0 <= token < vocabulary for token in tokens):
             raise UserError(f"a prompt holds token ids outside the vocabulary of {vocabulary}")
-        stops = set(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            stops.update(self.model.eos_token_ids)
+        if prompt_length is None:
+            prompt_length = len(tokens)
+        if not 0 < prompt_length <= len(tokens):
+            raise UserError(
+                f"prompt_length must be between 1 and the {len(tokens)} tokens given, not {prompt_length}"
+            )
         sequence = EngineSequence(
             request_id=request_id,
             token_ids=tokens,
-            prompt_length=len(tokens) if prompt_length is None else prompt_length,
+            prompt_length=prompt_length,
             sampling=sampling,
             random_key=random_key,
             priority=priority,
             arrival=self._arrivals,
-            stop_token_ids=frozenset(stops),
+            stop_token_ids=self._stop_token_ids(sampling),
         )
         self._arrivals += 1
         if sampling.stop:
             detokenizer = self._detokenizers[request_id] = IncrementalDetokenizer(self.tokenizer)
             for token in tokens[sequence.prompt_length :]:
-                sequence.generated_text += detokenizer.add(token)
+                sequence.generated_text += detokenizer.push(token)
         self.scheduler.add(sequence)
 
     def abort(self, request_id: Hashable) -> bool:
@@ -225,14 +229,20 @@ class Engine:
             sequence.priority = priority
 
     def step(self) -> list[TokenEvent]:
-        """Advance every scheduled sequence. Returns the drawn tokens, at most one per request."""
+        """Advance every scheduled sequence. Returns the drawn tokens, at most one per request.
+
+        Raises:
+            NonFiniteError: the weights gave a log-prob that is not finite. No request got a token in this step,
+                and the engine must not be used again.
+        """
         plan = self.scheduler.plan(self._identity)
         if plan.empty:
             if self.num_unfinished:
                 raise RuntimeError("the engine has requests but nothing to run")
             return []
         ready, logits = self.runner.run(plan, self.slots)
-        for sequence, _ in plan.chunks:
+        # A prompt whose last piece is a single token ends in a decode.
+        for sequence in (*plan.decodes, *(sequence for sequence, _ in plan.chunks)):
             self._cache_prompt(sequence)
         if not ready:
             return []
@@ -243,6 +253,13 @@ class Engine:
                 [s.sampling.top_k for s in ready],
                 [s.sampling.top_p for s in ready],
                 [uniform(s.random_key, len(s.token_ids)) for s in ready],
+            )
+        broken = [s for s, logprob in zip(ready, logprobs, strict=True) if not math.isfinite(logprob)]
+        if broken:
+            raise NonFiniteError(
+                f"request {broken[0].request_id}: the log-prob of token {len(broken[0].token_ids)} is not finite; "
+                f"the weights of version {self.version} are broken; a lower trainer.learning_rate is the usual cure",
+                [s.request_id for s in broken],
             )
         return [
             self._advance(sequence, token_id, logprob)
@@ -305,8 +322,13 @@ class Engine:
         return outputs
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[str]:
-        """Yield one completion's text as it grows; special tokens and stop strings are left out."""
+        """Yield one completion's text as it grows; special tokens and stop strings are left out.
+
+        Put together it is the text of `generate`'s first sample. Nothing runs before the first piece is asked for.
+        """
         sampling = sampling or Sampling()
+        if self.num_unfinished:
+            raise RuntimeError("stream() needs an idle engine: other requests are running")
         ids = encode_prompt(self.tokenizer, prompt)
         request_id = object()
         key = random_key(sampling.seed, repr(tuple(ids)), 0, 0)
@@ -315,6 +337,7 @@ class Engine:
         # Text that could be the beginning of a stop string is held back until it is clear that it is not.
         held = ""
         longest = max((len(stop) for stop in sampling.stop), default=1)
+        stop_token_ids = self._stop_token_ids(sampling)
         try:
             finished = False
             while not finished:
@@ -322,8 +345,8 @@ class Engine:
                     if event.request_id is not request_id:
                         raise RuntimeError("stream() needs an idle engine: other requests are running")
                     finished = event.finish_reason is not None
-                    if event.finish_reason != "stop" or sampling.stop:
-                        held += detokenizer.add(event.token_id)
+                    if event.finish_reason != "stop" or event.token_id not in stop_token_ids:
+                        held += detokenizer.push(event.token_id)
                 if finished:
                     held = _before_stop(held + detokenizer.finish(), sampling.stop)
                     safe = len(held)
@@ -338,17 +361,15 @@ class Engine:
     def completion_text(self, token_ids: Sequence[int], finish_reason: str | None, sampling: Sampling) -> str:
         """A completion as text, without special tokens, the stop token and the stop string that ended it."""
         ids = list(token_ids)
-        if ids and finish_reason == "stop" and ids[-1] in sampling.stop_token_ids:
+        if ids and finish_reason == "stop" and ids[-1] in self._stop_token_ids(sampling):
             ids.pop()
         return _before_stop(decode_completion(self.tokenizer, ids), sampling.stop)
 
+    def _stop_token_ids(self, sampling: Sampling) -> frozenset[int]:
+        ends = () if sampling.ignore_eos else self.model.eos_token_ids
+        return frozenset((*sampling.stop_token_ids, *ends))
+
     def _advance(self, sequence: EngineSequence, token_id: int, logprob: float) -> TokenEvent:
-        if not math.isfinite(logprob):
-            raise NonFiniteError(
-                f"request {sequence.request_id}: the log-prob of token {len(sequence.token_ids)} is {logprob}; "
-                f"the weights of version {self.version} are broken; a lower trainer.learning_rate is the usual cure",
-                [sequence.request_id],
-            )
         sequence.token_ids.append(token_id)
         finish_reason: str | None = None
         if token_id in sequence.stop_token_ids or self._met_stop_string(sequence, token_id):
@@ -369,7 +390,7 @@ class Engine:
         detokenizer = self._detokenizers.get(sequence.request_id)
         if detokenizer is None:
             return False
-        sequence.generated_text += detokenizer.add(token_id)
+        sequence.generated_text += detokenizer.push(token_id)
         return any(stop in sequence.generated_text for stop in sequence.sampling.stop)
 
     def _cache_prompt(self, sequence: EngineSequence) -> None:

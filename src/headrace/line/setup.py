@@ -62,7 +62,7 @@ def prepare(config: Config, model_path: Path | None = None) -> Workplace:
     try:
         # The environment first: it is quick to check, and its mistakes are the commonest.
         pool.start()
-        first_task = pool.check()
+        first_task = pool.check(test_tasks=config.eval.tasks)
         set_threads(config)
         tune_allocator()
         model = load_model(

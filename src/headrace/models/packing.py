@@ -15,6 +15,8 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from headrace.models.linear import OneDNNLinear
+
 
 class PackedLinear(nn.Module):
     """A linear layer whose weight [out, in] is kept prepacked for the CPU. float32 only, no gradient."""
@@ -56,7 +58,7 @@ def repack(replica: nn.Module) -> None:
 @torch.no_grad()
 def _replace_linears(module: nn.Module) -> None:
     for name, child in module.named_children():
-        if type(child) is nn.Linear:
+        if type(child) in (nn.Linear, OneDNNLinear):
             setattr(module, name, PackedLinear(child))
         else:
             _replace_linears(child)

