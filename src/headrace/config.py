@@ -19,6 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from headrace.errors import ConfigError
 
 
+MODEL_ALIASES = ("smollm2-135m", "tiny-random")
+"""Model names that always mean the same model, whatever files lie about."""
+
+
 class Section(BaseModel):
     """A table of the configuration; unknown keys are errors."""
 
@@ -294,7 +298,7 @@ def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
     if isinstance(model, dict) and isinstance(model.get("name"), str):
         name = model["name"]
         looks_like_path = name.startswith((".", "~")) or name.endswith(".gguf") or (base / name).exists()
-        if looks_like_path:
+        if looks_like_path and name not in MODEL_ALIASES:
             model["name"] = str((base / Path(name).expanduser()).resolve())
     environment = data.get("environment")
     if isinstance(environment, dict) and isinstance(environment.get("name"), str):

@@ -126,14 +126,18 @@ class KVSlots:
             buffer[slot, :, start : start + count] = tensor[:, :count]
 
     def reclaim(self) -> None:
-        """Give the memory of unused slots back to the system."""
+        """Give rows that nobody uses back to the system: of unused slots, and behind the end of shorter successors."""
         for buffer, mapping in zip(self._buffers.values(), self._maps, strict=True):
-            stride = buffer.stride(0) * buffer.element_size()
-            start = -(-self.used * stride // mmap.PAGESIZE) * mmap.PAGESIZE
-            if mapping is not None and start < len(mapping):
-                mapping.madvise(mmap.MADV_DONTNEED, start, len(mapping) - start)
-        for slot in range(self.used, self.max_sequences):
-            self._touched[slot] = 0
+            if mapping is None:
+                continue
+            slot_bytes, plane_bytes, row_bytes, _ = (n * buffer.element_size() for n in buffer.stride())
+            _discard(mapping, self.used * slot_bytes, len(mapping))
+            for slot, length in enumerate(self.lengths):
+                touched = self._touched[slot]
+                for plane in range(buffer.shape[1] if touched > length else 0):
+                    base = slot * slot_bytes + plane * plane_bytes
+                    _discard(mapping, base + length * row_bytes, base + touched * row_bytes)
+        self._touched = [*self.lengths, *[0] * (self.max_sequences - self.used)]
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu" or not hasattr(mmap, "MADV_DONTNEED"):
@@ -151,6 +155,14 @@ class KVSlots:
             mapping.madvise(mmap.MADV_NOHUGEPAGE)
         self._maps.append(mapping)
         return torch.frombuffer(mapping, dtype=dtype).view(shape)
+
+
+def _discard(mapping: mmap.mmap, start: int, stop: int) -> None:
+    """Drop the whole pages between two byte offsets; they read as zeros from now on."""
+    start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
+    if start < stop:
+        mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
