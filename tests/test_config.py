@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from headrace.config import MODEL_ALIASES, Config
 from headrace.errors import ConfigError
 from headrace.models import aliases

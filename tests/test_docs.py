@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from headrace.config import Config
 
 ROOT = Path(__file__).parent.parent

@@ -270,7 +270,7 @@ _GENERATE_EXAMPLES = """[bold]Examples[/bold]
 def generate(
     model: Annotated[str, typer.Argument(help="An alias, a folder, a GGUF file or a hub id.")],
     prompt: Annotated[str, typer.Argument(help="One message of the user.")],
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.2,
     max_tokens: Annotated[int, typer.Option(help="The most tokens to generate.")] = 256,
     seed: Annotated[int, typer.Option(help="The same seed gives the same text.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text; no chat template.")] = False,

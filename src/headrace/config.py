@@ -18,7 +18,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from headrace.errors import ConfigError
 
-
 MODEL_ALIASES = ("smollm2-135m", "tiny-random")
 """Model names that always mean the same model, whatever files lie about."""
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from command_line import command
 
 from headrace import cli
 
@@ -127,10 +128,6 @@ def call(
         return Called(exit_.value.code or 0, out, err)  # type: ignore[arg-type]
 
     return run
-
-
-def command(arguments: Sequence[object]) -> list[str]:
-    return [sys.executable, "-m", "headrace.cli", *map(str, arguments)]
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import command
+from command_line import command
 
 DEADLINE_S = 60
 

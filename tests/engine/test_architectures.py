@@ -75,7 +75,7 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         sliding_window=7,
         num_local_experts=4,
         num_experts_per_tok=2,
-        rope_parameters=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
     ),
     "qwen2": Qwen2Config(**SIZES),
     "qwen3": Qwen3Config(**SIZES, head_dim=8),
@@ -143,7 +143,7 @@ def run_batch(model: LoadedModel) -> tuple[Engine, list[Request]]:
     engine.slots.capacity_tokens = CONTEXT + 20
     small_blocks(engine)
     shared = [token % VOCABULARY for token in random_prompt(60, 12)]
-    prompts = [shared + [1, 2, 3], [5], shared + [9], [token % VOCABULARY for token in random_prompt(61, 20)]]
+    prompts = [[*shared, 1, 2, 3], [5], [*shared, 9], [token % VOCABULARY for token in random_prompt(61, 20)]]
     made = {
         i: Request(prompt, Sampling(temperature=0, max_tokens=18, ignore_eos=True))
         for i, prompt in enumerate(prompts)

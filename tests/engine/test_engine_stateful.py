@@ -29,9 +29,9 @@ from headrace.types import Sampling
 SHARED = random_prompt(70, 11)
 PROMPTS = [
     SHARED,
-    SHARED + [1],
+    [*SHARED, 1],
     SHARED + random_prompt(71, 9),
-    SHARED[:6] + [3, 3],
+    [*SHARED[:6], 3, 3],
     [9],
     random_prompt(72, 40),
 ]

@@ -74,9 +74,9 @@ class TestErrors:
             tiny_engine(context_length=2000)
         with pytest.raises(UserError, match="kv_memory_mb = 100000000 is more than"):
             tiny_engine(kv_memory_mb=100_000_000)
-        with pytest.raises(UserError, match="too little memory for KV.*context_length"):
+        with pytest.raises(UserError, match=r"too little memory for KV.*context_length"):
             tiny_engine(context_length=1024, kv_memory_mb=1)
-        with pytest.raises(UserError, match="engine settings: .*max_sequences") as caught:
+        with pytest.raises(UserError, match=r"engine settings: .*max_sequences") as caught:
             Engine.load("tiny-random", max_sequences=0)
         assert "\n" not in str(caught.value)
 
@@ -95,7 +95,7 @@ class TestErrors:
         with torch.no_grad():
             engine.model.module.model.embed_tokens.weight[12] = float("nan")
         engine.update_weights(1, "broken")
-        with pytest.raises(NonFiniteError, match="request 2: .* token 6 .*version 1") as caught:
+        with pytest.raises(NonFiniteError, match=r"request 2: .* token 6 .*version 1") as caught:
             step(engine, made)
         assert caught.value.trajectories == (2,)
         for sequence in engine.scheduler.running:
@@ -300,8 +300,8 @@ class TestPrefixSharing:
         engine = tiny_engine(max_sequences=4)
         shared = random_prompt(51, 35)
         made = {
-            0: Request(shared + [1, 2], Sampling(max_tokens=3), key=0),
-            1: Request(shared + [3, 4, 5], Sampling(max_tokens=3), key=1),
+            0: Request([*shared, 1, 2], Sampling(max_tokens=3), key=0),
+            1: Request([*shared, 3, 4, 5], Sampling(max_tokens=3), key=1),
             2: Request(shared[:34], Sampling(max_tokens=3), key=2),
         }
         for i, request in made.items():

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from headrace.models.linear import OneDNNLinear, use_onednn
 from torch import nn
+
+from headrace.models.linear import OneDNNLinear, use_onednn
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -168,7 +168,7 @@ def test_a_non_finite_loss_names_its_trajectories_and_changes_nothing() -> None:
     groups[2][3].token_ids[12] = 7
     before = weights(trainer)
     with pytest.raises(
-        NonFiniteError, match=r"step 0: a loss is not finite \(trajectories 2\.3\.0\)"
+        NonFiniteError, match=r"step 1: a loss is not finite \(trajectories 2\.3\.0\)"
     ) as caught:
         trainer.accumulate(groups, version=0, max_staleness=0)
     assert caught.value.trajectories == (groups[2][3].id,)
@@ -262,6 +262,22 @@ def test_statistics_are_those_of_the_tokens() -> None:
     assert (pending.tokens_trained, pending.statistics.current) == (24, 8)
     empty = TokenStatistics()
     assert (empty.ess, empty.kl, empty.logprob_diff_mean, empty.logprob_diff_max) == (None,) * 4
+
+
+def test_merged_statistics_are_those_of_all_tokens() -> None:
+    def statistics(logp: list[float], behaviour: list[float], staleness: list[int]) -> TokenStatistics:
+        result = TokenStatistics()
+        ages = torch.tensor(staleness)
+        result.add_tokens(torch.tensor(logp), torch.tensor(behaviour), ages <= 1, ages == 2)
+        result.add_staleness(staleness)
+        return result
+
+    one, two = ([-1.0, -2.0, -0.5], [-1.5, -2.25, -3.0], [1, 0, 3]), ([-0.5, -4.0], [-0.75, -1.0], [1, 2])
+    merged = statistics(*one)
+    merged.merge(statistics(*two))
+    together = statistics(*(a + b for a, b in zip(one, two, strict=True)))
+    for name in TokenStatistics.__slots__:
+        assert getattr(merged, name) == pytest.approx(getattr(together, name)), name
 
 
 def test_on_policy_there_is_no_difference() -> None:

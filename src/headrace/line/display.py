@@ -8,6 +8,7 @@ Invariants
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -154,15 +155,31 @@ class LiveDisplay(_Display):
         )
 
     def __enter__(self) -> Self:
+        # What the environment's processes print would tear the display apart: it is shown above it, line by line.
+        printed, self.output = os.pipe()
+        self._relay = threading.Thread(
+            target=self._show_printed, args=(printed,), name="environment output", daemon=True
+        )
         self._live.start()
+        self._relay.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self.output is not None:
+            os.close(self.output)
+            self._relay.join(
+                timeout=1.0
+            )  # it ends when the environment's processes have closed their end too
         self._live.stop()
         if self._status is not None:
             self._console.print(self.render(closed=True))
+
+    def _show_printed(self, descriptor: int) -> None:
+        with os.fdopen(descriptor, encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                self._print(f"environment: {line.rstrip()}")
 
     def on_message(self, text: str) -> None:
         self._print(text)

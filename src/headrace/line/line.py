@@ -68,7 +68,7 @@ class Line:
             raise UserError(
                 f"{self.run_dir} exists already: pick another --run-dir, or continue that run with --resume"
             )
-        with prepare(self.config) as workplace:
+        with prepare(self.config, output=observer.output) as workplace:
             opened = (
                 RunFolder.open(self.run_dir) if self._resume else RunFolder.create(self.run_dir, self.config)
             )

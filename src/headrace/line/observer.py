@@ -79,7 +79,13 @@ class LineResult:
 
 
 class Observer:
-    """Gets told; every method may be overridden, none need be."""
+    """Gets told; every method may be overridden, none need be.
+
+    Attributes:
+        output: descriptor for what the environment's code prints; standard error by default.
+    """
+
+    output: int | None = None
 
     def on_message(self, text: str) -> None:
         """Something worth a line."""

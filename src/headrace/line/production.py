@@ -13,10 +13,8 @@ Invariants
 from __future__ import annotations
 
 import copy
-import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict
 from typing import Any
 
 from headrace.errors import EnvironmentFailure, LineStuckError, NonFiniteError, RunError, UserError
@@ -26,10 +24,9 @@ from headrace.line.episodes import Episodes
 from headrace.line.evaluate import evaluate
 from headrace.line.metrics import step_metrics
 from headrace.line.observer import Evaluation, LineResult, LineStatus, Observer
-from headrace.line.run_folder import RunFolder, json_safe
+from headrace.line.run_folder import RunFolder
 from headrace.line.setup import Workplace, check_prompt
 from headrace.schedule import Admission, Bucket, Ledger, LineState, Unit, next_unit
-from headrace.state.files import write_atomic
 from headrace.trainer import TokenStatistics, Trainer, load_checkpoint, save_checkpoint
 from headrace.types import Group, Trajectory
 
@@ -82,8 +79,9 @@ class Production:
         if resume:
             self._restore()
         result = LineResult(self.folder.path, self.metrics)
-        if self.config.eval.tasks:
-            result.before = self._evaluated("before")
+        if self.config.eval.tasks and not self.stopping():
+            earlier = self.folder.evaluation("before") if resume else None
+            result.before = earlier or self._evaluate("before")
         self._step_started = time.perf_counter()
         while not self.admission.finished:
             if self.stopping():
@@ -94,7 +92,7 @@ class Production:
         self._checkpoint()
         save_checkpoint(self.folder.final_path, self.model.module, self.model.path)
         if self.config.eval.tasks:
-            result.after = self._evaluated("after")
+            result.after = self._evaluate("after")
         return result
 
     def _advance(self) -> None:
@@ -280,13 +278,10 @@ class Production:
                     raise LineStuckError(f"waited {waited:.0f} s (line.wait_timeout_s) for {what}")
                 self.observer.on_message(f"waiting on {what} for {waited:.0f} s of at most {limit:.0f}")
 
-    def _evaluated(self, name: str) -> Evaluation:
+    def _evaluate(self, name: str) -> Evaluation:
         """Measure held-out accuracy and keep the answers in the run folder."""
         evaluation = evaluate(self.config, self.engine, self.pool, self.admission.version)
-        write_atomic(
-            self.folder.path / f"evaluation-{name}.json",
-            json.dumps(json_safe(asdict(evaluation)), indent=1, ensure_ascii=False).encode(),
-        )
+        self.folder.write_evaluation(name, evaluation)
         self.observer.on_evaluation(name, evaluation)
         return evaluation
 

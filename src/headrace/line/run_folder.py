@@ -27,6 +27,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -35,6 +36,7 @@ import tomli_w
 
 from headrace.config import Config
 from headrace.errors import RunError, UserError
+from headrace.line.observer import EvaluatedTask, Evaluation
 from headrace.state.files import (
     atomic_file,
     atomic_folder,
@@ -247,6 +249,27 @@ class RunFolder:
         with self._writing(str(path.relative_to(self.path))):
             write_atomic(path, b"".join(map(_encode, lines or [{"step": step, "reason": reason}])))
         return path
+
+    def write_evaluation(self, name: str, evaluation: Evaluation) -> None:
+        """Keep a held-out evaluation as `evaluation-<name>.json`.
+
+        Raises:
+            RunError: the disk refused.
+        """
+        file = f"evaluation-{name}.json"
+        data = json.dumps(json_safe(asdict(evaluation)), indent=1, ensure_ascii=False)
+        with self._writing(file):
+            write_atomic(self.path / file, data.encode("utf-8", "replace"))
+
+    def evaluation(self, name: str) -> Evaluation | None:
+        """A held-out evaluation that was kept, or None."""
+        path = self.path / f"evaluation-{name}.json"
+        if not path.exists():
+            return None
+        data = json.loads(path.read_text(encoding="utf-8"))
+        accuracy = float("nan") if data["accuracy"] is None else data["accuracy"]
+        tasks = [EvaluatedTask(**task) for task in data["tasks"]]
+        return Evaluation(data["step"], accuracy, tasks, data["failed"])
 
     # Checkpoints
 

@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 
 from headrace.config import Config
-from headrace.engine import Engine
+from headrace.engine import DEFAULT_CONTEXT, Engine
 from headrace.environments import EnvironmentPool
 from headrace.errors import UserError
 from headrace.models import (
@@ -27,6 +27,7 @@ from headrace.models import (
     resolve,
 )
 from headrace.models.attention import ATTENTION
+from headrace.models.load import context_length, read_config
 from headrace.state.memory import available_mb, tune_allocator
 from headrace.state.weights import content_digest
 
@@ -49,16 +50,17 @@ class Workplace:
         self.pool.close()
 
 
-def prepare(config: Config, model_path: Path | None = None) -> Workplace:
+def prepare(config: Config, model_path: Path | None = None, output: int | None = None) -> Workplace:
     """Start the environment's workers, load the model, and try the first task.
 
     Args:
+        output: descriptor for what the environment prints; standard error by default.
         model_path: a folder to load instead of `config.model.name`.
 
     Raises:
         UserError: one line about what is wrong.
     """
-    pool = EnvironmentPool(config.environment, config.line.seed)
+    pool = EnvironmentPool(config.environment, config.line.seed, output)
     try:
         # The environment first: it is quick to check, and its mistakes are the commonest.
         pool.start()
@@ -111,8 +113,10 @@ def memory_estimate(config: Config) -> dict[str, float]:
         copies["prepacked weights"] = parameters
     if config.algorithm.kl_coef > 0:
         copies["reference model"] = parameters
-    per_token = kv_bytes_per_token(path, config.model.dtype) / 2**20
-    tokens = config.engine.max_sequences * (config.engine.context_length or 2048)
+    model_config = read_config(path)
+    per_token = kv_bytes_per_token(model_config, config.model.dtype) / 2**20
+    longest = context_length(model_config.get_text_config(decoder=True))
+    tokens = config.engine.max_sequences * (config.engine.context_length or min(longest, DEFAULT_CONTEXT))
     kv = tokens * per_token
     if config.engine.kv_memory_mb is not None:
         kv = min(kv, config.engine.kv_memory_mb)

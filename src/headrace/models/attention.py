@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 
+from headrace.errors import ModelError
+
 ATTENTION = "headrace"
 """Name under which the function is registered."""
 
@@ -70,11 +72,16 @@ def attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, H, N, D] -> ([1, N, H, Dv], None)."""
     if _active is None:
         raise RuntimeError("this model attends through headrace: call it inside attention_backend(...)")
+    if position_bias is not None:
+        raise ModelError(
+            f"{type(module).__name__} adds a bias to its attention, which headrace does not support"
+        )
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,

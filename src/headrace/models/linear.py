@@ -24,13 +24,17 @@ class OneDNNLinear(nn.Linear):
 
 def use_onednn(module: nn.Module) -> None:
     """Make every plain linear layer of a float32 CPU module a `OneDNNLinear`, in place; else do nothing."""
-    parameter = next(module.parameters())
-    if parameter.device.type != "cpu" or parameter.dtype != torch.float32:
-        return
-    if torch.backends.mkldnn.is_available():
+    if suits_onednn(module):
         for layer in module.modules():
             if type(layer) is nn.Linear:
                 layer.__class__ = OneDNNLinear
+
+
+def suits_onednn(module: nn.Module) -> bool:
+    """Whether oneDNN is there and the module's parameters are float32 on the CPU."""
+    parameter = next(module.parameters())
+    suits = parameter.device.type == "cpu" and parameter.dtype == torch.float32
+    return suits and torch.backends.mkldnn.is_available()
 
 
 class _Product(torch.autograd.Function):

@@ -15,7 +15,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from headrace.models.linear import OneDNNLinear
+from headrace.models.linear import OneDNNLinear, suits_onednn
 
 
 class PackedLinear(nn.Module):
@@ -40,10 +40,8 @@ def inference_replica(module: nn.Module, prepack: bool = True) -> nn.Module:
     tensors = [*module.parameters(), *module.buffers()]
     replica = copy.deepcopy(module, memo={id(tensor): tensor for tensor in tensors})
     replica.eval()
-    parameter = next(module.parameters())
-    if prepack and parameter.device.type == "cpu" and parameter.dtype == torch.float32:
-        if torch.backends.mkldnn.is_available():
-            _replace_linears(replica)
+    if prepack and suits_onednn(module):
+        _replace_linears(replica)
     return replica
 
 

@@ -56,7 +56,7 @@ class TokenStatistics:
         self.clipped += int(clipped.sum())
 
     def add_current(self, pairs: Sequence[tuple[float, float]]) -> None:
-        """Count (trainer's, generator's) log-probs of tokens sampled by the current weights, for the difference alone."""
+        """Count tokens of the current weights by (trainer's, generator's) log-probs, for the difference alone."""
         differences = [abs(ours - theirs) for ours, theirs in pairs]
         self.current += len(differences)
         self.current_sum += sum(differences)

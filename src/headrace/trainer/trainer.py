@@ -328,12 +328,11 @@ class Trainer:
         self.reset()
         ids = tuple(trajectory.id for trajectory in culprits)
         shown = ", ".join(map(str, ids[:8])) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-        error = NonFiniteError(
-            f"step {self.steps}: {message} (trajectories {shown}); weights were not changed. "
-            "A lower trainer.learning_rate is the usual cure"
+        return NonFiniteError(
+            f"step {self.steps + 1}: {message} (trajectories {shown}); weights were not changed. "
+            "A lower trainer.learning_rate is the usual cure",
+            ids,
         )
-        error.trajectories = ids  # type: ignore[attr-defined]
-        return error
 
     def _check_rewards(self, groups: Iterable[Sequence[Trajectory]]) -> None:
         bad = [t for group in groups for t in group if t.reward is None or not math.isfinite(t.reward)]
