@@ -240,7 +240,7 @@ class TestOrder:
         engine = tiny_engine(max_sequences=4, capacity=CONTEXT, prefix_cache_mb=0)
         made: dict[object, Request] = {}
         for i in range(4):
-            made[i] = Request(random_prompt(i, 6), Sampling(max_tokens=8, ignore_eos=True), key=i)
+            made[i] = Request(random_prompt(i, 6), Sampling(max_tokens=4 + 3 * i, ignore_eos=True), key=i)
             made[i].submit(engine, i)
         step(engine, made)
         made["long"] = Request(random_prompt(9, CONTEXT - 8), Sampling(max_tokens=3, ignore_eos=True), key=9)

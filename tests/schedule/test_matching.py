@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.schedule import LineState, Unit, next_unit
+from headrace.schedule import DecodeCost, LineState, Unit, next_unit, worth_starting
 
 MICRO_BATCH = 4
 
@@ -107,3 +107,70 @@ def test_units_are_their_names() -> None:
 def test_the_room_loads_without_torch() -> None:
     code = "import sys, headrace.schedule; sys.exit(bool({'torch', 'transformers'} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def measured(fixed: float, per_sequence: float, counts: Iterable[int]) -> DecodeCost:
+    cost = DecodeCost()
+    for n in counts:
+        cost.add(n, fixed + per_sequence * n)
+    return cost
+
+
+def starting(cost: DecodeCost | None = None, **changed: int) -> bool:
+    """Whether to start a group when the step has all it needs; by default 20 sequences are efficient."""
+    state = {"groups_per_step": 8, "committed": 0, "uncommitted": 8, "decodable": 10}
+    return worth_starting(**(state | changed), cost=cost or measured(0.02, 0.001, [1, 2, 4, 8, 16]))
+
+
+def test_a_step_that_lacks_groups_starts_them() -> None:
+    assert starting(uncommitted=7, decodable=500)
+    assert starting(committed=3, uncommitted=4, decodable=500)
+
+
+def test_running_ahead_pays_for_an_inefficient_generator() -> None:
+    assert starting()
+    assert not starting(decodable=21)
+    # The engine was busy on average: what starts now would not save what it costs to compute it again.
+    assert not starting(measured(0.02, 0.001, [1, 10, 64, 64, 64]))
+
+
+def test_an_idle_cell_starts_groups_whatever_they_cost() -> None:
+    assert starting(measured(0.0, 0.001, [1, 64]), decodable=0)
+
+
+def test_nothing_starts_on_weights_that_are_about_to_change() -> None:
+    assert not starting(committed=8, uncommitted=0, decodable=0)
+
+
+@given(
+    fixed=st.floats(1e-3, 1.0),
+    per_sequence=st.floats(1e-3, 0.1),
+    counts=st.sets(st.integers(1, 512), min_size=2),
+)
+def test_the_measured_cost_gives_the_knee(fixed: float, per_sequence: float, counts: set[int]) -> None:
+    ones = [n for n in sorted(counts) for _ in range(25)]
+    cost = measured(fixed, per_sequence, ones)
+    if cost.efficient_sequences:  # else the counts lie too close together
+        assert cost.efficient_sequences == pytest.approx(fixed / per_sequence, rel=1e-3)
+    assert min(counts) <= cost.mean_sequences <= max(counts)
+
+
+def test_a_cost_that_measurements_do_not_tell() -> None:
+    assert DecodeCost().efficient_sequences == 0.0
+    assert DecodeCost().mean_sequences == 0.0
+    assert measured(0.1, 0.0, [64, 64, 63, 62]).efficient_sequences == 0.0
+    assert measured(0.1, 0.0, [1, 8, 64]).efficient_sequences > 1e6
+
+
+def test_steps_that_were_held_up_do_not_count() -> None:
+    cost = measured(0.02, 0.001, [1, 4, 16, 64] * 10)
+    for n in (64, 16, 1):
+        cost.add(n, 30.0)
+    assert cost.efficient_sequences == pytest.approx(20, rel=0.01)
+
+
+def test_the_cost_follows_a_machine_that_changes() -> None:
+    cost = measured(0.02, 0.001, [1, 8, 32] * 25)
+    for n in [1, 8, 32] * 25:
+        cost.add(n, 0.08 + 0.001 * n)
+    assert cost.efficient_sequences == pytest.approx(80, rel=0.01)

@@ -116,6 +116,10 @@ class Engine:
         self._identity = KVIdentity(weights_id, str(parameter.dtype).removeprefix("torch."), "", "slot-rows")
         self._detokenizers: dict[Hashable, IncrementalDetokenizer] = {}
         self._arrivals = 0
+        self.last_decoded = 0
+        """Sequences that the last step advanced by one token."""
+        self.last_prefilled = 0
+        """Prompt tokens that the last step computed."""
 
     @classmethod
     def load(
@@ -240,6 +244,8 @@ class Engine:
             if self.num_unfinished:
                 raise RuntimeError("the engine has requests but nothing to run")
             return []
+        self.last_decoded = len(plan.decodes)
+        self.last_prefilled = sum(tokens for _, tokens in plan.chunks)
         ready, logits = self.runner.run(plan, self.slots)
         # A prompt whose last piece is a single token ends in a decode.
         for sequence in (*plan.decodes, *(sequence for sequence, _ in plan.chunks)):

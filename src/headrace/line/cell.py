@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from headrace.engine import Engine, TokenEvent
-from headrace.schedule import Unit
+from headrace.schedule import DecodeCost, Unit
 from headrace.state.weights import mint
 from headrace.trainer import GradientResult, StepResult, Trainer
 from headrace.types import Trajectory
@@ -31,6 +31,7 @@ class Cell:
 
     Attributes:
         version: the policy version of the weights it holds.
+        decode_cost: what an engine step costs here, as measured.
         seconds: wall time per unit since `take_seconds` was last called.
     """
 
@@ -40,6 +41,7 @@ class Cell:
         self.decode_steps = decode_steps
         self.version = engine.version
         self.weights_id = engine.weights_id
+        self.decode_cost = DecodeCost()
         self.seconds: dict[str, float] = defaultdict(float)
 
     def decode(self) -> list[TokenEvent]:
@@ -49,7 +51,10 @@ class Cell:
             for _ in range(self.decode_steps):
                 if not self.engine.num_unfinished:
                     break
+                started = time.perf_counter()
                 events.extend(self.engine.step())
+                if self.engine.last_prefilled == 0:
+                    self.decode_cost.add(self.engine.last_decoded, time.perf_counter() - started)
         return events
 
     def gradient(self, groups: Sequence[Sequence[Trajectory]], max_staleness: int) -> GradientResult:

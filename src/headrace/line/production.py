@@ -26,7 +26,7 @@ from headrace.line.metrics import step_metrics
 from headrace.line.observer import Evaluation, LineResult, LineStatus, Observer
 from headrace.line.run_folder import RunFolder
 from headrace.line.setup import Workplace, check_prompt
-from headrace.schedule import Admission, Bucket, Ledger, LineState, Unit, next_unit
+from headrace.schedule import Admission, Bucket, Ledger, LineState, Unit, next_unit, worth_starting
 from headrace.trainer import TokenStatistics, Trainer, load_checkpoint, save_checkpoint
 from headrace.types import Group, Trajectory
 
@@ -124,9 +124,9 @@ class Production:
             raise NonFiniteError(f"{error}; the trajectories that caused it are in {path}") from error
 
     def _admit(self) -> None:
-        """Start groups while the bound allows it."""
+        """Start groups while the bound allows it and the line gains by it."""
         skipped = 0
-        while self.admission.can_admit():
+        while self.admission.can_admit() and self._worth_starting():
             task = self.pool.train_task(self.next_task)
             self.next_task += 1
             try:
@@ -142,6 +142,16 @@ class Production:
             group = Group(self.next_group, task, prompt_ids, self.admission.version)
             self.next_group += 1
             self.episodes.start(group, self.admission.admit(group.id))
+
+    def _worth_starting(self) -> bool:
+        committed = len(self.admission.committed)
+        return worth_starting(
+            groups_per_step=self.config.line.groups_per_step,
+            committed=committed,
+            uncommitted=len(self.admission.outstanding) - committed,
+            decodable=self.engine.num_unfinished,
+            cost=self.cell.decode_cost,
+        )
 
     def _settle_finished(self) -> None:
         """Close groups that cannot be used, commit those that can as far as the deadlines allow."""

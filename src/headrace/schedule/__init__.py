@@ -6,6 +6,15 @@ decisions.
 
 from headrace.schedule.admission import Admission
 from headrace.schedule.ledger import Bucket, Ledger
-from headrace.schedule.matching import LineState, Unit, next_unit
+from headrace.schedule.matching import DecodeCost, LineState, Unit, next_unit, worth_starting
 
-__all__ = ["Admission", "Bucket", "Ledger", "LineState", "Unit", "next_unit"]
+__all__ = [
+    "Admission",
+    "Bucket",
+    "DecodeCost",
+    "Ledger",
+    "LineState",
+    "Unit",
+    "next_unit",
+    "worth_starting",
+]

@@ -9,14 +9,18 @@ import psutil
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_MMAP_BYTES = 32 << 20
 _KEEP_BYTES = 1 << 30
 
 
 def tune_allocator() -> None:
-    """Let glibc keep large blocks instead of giving each one back to the system and faulting it in again."""
+    """Let glibc keep blocks of up to 32 MB instead of giving each one back and faulting it in again.
+
+    Larger ones stay outside the heap: kept in it they would tear holes that nothing fits, and memory would grow.
+    """
     with contextlib.suppress(OSError, AttributeError):  # another C library: its defaults stay
         libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(_M_MMAP_THRESHOLD, _KEEP_BYTES)
+        libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEEP_BYTES)
 
 
