@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from benchmarks.trl import CONFIG, WINDOW, Curve, common_level, compare, peer_job
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.trl import CONFIG, WINDOW, Curve, common_level, compare, peer_job
 from headrace.config import Config
 
 RISING = Curve(seconds=(1.0, 2.0, 4.0, 8.0, 16.0), rewards=(0.0, 0.3, 0.9, 0.9, 0.9))
