@@ -23,8 +23,17 @@ from headrace.line.run_folder import RunFolder
 from headrace.line.setup import Workplace
 from headrace.models import load_model, resolve
 from headrace.models.attention import ATTENTION
+from headrace.schedule import DecodeCost
 
 BOUNDS = [0, 1, 2, 4]
+
+
+class AlwaysAhead(DecodeCost):
+    """A cell on which running ahead always pays, whatever the clock says."""
+
+    @property
+    def efficient_sequences(self) -> float:
+        return float("inf")
 
 
 @pytest.mark.parametrize("bound", BOUNDS)
@@ -48,7 +57,9 @@ def test_an_adversary_who_chooses_every_completion_time(
     model = load_model(resolve("tiny-random"), attn_implementation=ATTENTION)
     workplace = Workplace(config, ChosenPool(choose), model, Engine(model, config.engine, "tiny"))
     with RunFolder.create(run_dir, config) as folder:
-        Production(workplace, folder, Observer(), lambda: False).run(resume=False)
+        production = Production(workplace, folder, Observer(), lambda: False)
+        production.cell.decode_cost = AlwaysAhead()
+        production.run(resume=False)
     check_books(run_dir, config)
 
 

@@ -292,3 +292,12 @@ def test_prune_keeps_the_newest(folder: RunFolder) -> None:
     assert [entry.name for entry in (folder.path / "checkpoints").iterdir()] == ["step-10"]
     with pytest.raises(ValueError, match="at least 1"):
         folder.prune(0)
+
+
+def test_a_line_stays_one_line_whatever_it_holds(tmp_path: Path, config: Config) -> None:
+    text = "".join(map(chr, range(0x3000))) + "\ud800"
+    with RunFolder.create(tmp_path / "run", config) as folder:
+        folder.append_metrics({"step": 1, "text": text})
+    raw = (tmp_path / "run" / "metrics.jsonl").read_bytes().decode()
+    assert len(raw.splitlines()) == 1
+    assert json.loads(raw)["text"][:0x3000] == text[:0x3000]

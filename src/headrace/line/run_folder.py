@@ -389,6 +389,9 @@ def _encode(line: Mapping[str, Any]) -> bytes:
         text = json.dumps(line, allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError):  # something in it is no JSON
         text = json.dumps(json_safe(line), allow_nan=False, ensure_ascii=False)
+    # Readers that split at every Unicode line break must not see one inside a line.
+    for character in "\x85\u2028\u2029":
+        text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode("utf-8", "replace") + b"\n"
 
 
