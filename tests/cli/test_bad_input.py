@@ -38,7 +38,7 @@ CASES = {
         ["--set", "engine.kv_memory_mb=1", "--set", "model.dtype=float64"],
         "too little memory for KV",
     ),
-    "more KV memory than there is": (["--set", "engine.kv_memory_mb=1000000000"], "memory that are free"),
+    "more KV memory than there is": (["--set", "engine.kv_memory_mb=1000000000"], "too little memory for KV"),
     "context beyond the model": (["--set", "engine.context_length=4096"], "the model's 1024"),
     "run folder exists": (["--run-dir", "taken"], "taken exists already"),
 }

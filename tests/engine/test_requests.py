@@ -1,5 +1,8 @@
 """Requests: what is refused, what aborting leaves, who goes first, and that everybody's turn comes."""
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 import torch
 from engine_cases import (
@@ -72,13 +75,26 @@ class TestErrors:
     def test_impossible_settings(self) -> None:
         with pytest.raises(UserError, match="more than the model's 1024"):
             tiny_engine(context_length=2000)
-        with pytest.raises(UserError, match="kv_memory_mb = 100000000 is more than"):
+        with pytest.raises(UserError, match=r"too little memory for KV: engine\.kv_memory_mb = 100000000"):
             tiny_engine(kv_memory_mb=100_000_000)
         with pytest.raises(UserError, match=r"too little memory for KV.*context_length"):
             tiny_engine(context_length=1024, kv_memory_mb=1)
         with pytest.raises(UserError, match=r"engine settings: .*max_sequences") as caught:
             Engine.load("tiny-random", max_sequences=0)
         assert "\n" not in str(caught.value)
+
+    def test_more_sequences_than_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * 2**20))
+        with pytest.raises(
+            UserError, match=r"too little memory for KV: 64 sequences of 1024 tokens take \d+ MB"
+        ):
+            tiny_engine(context_length=1024, max_sequences=64)
+        # Within an explicit budget, and with a context of the engine's choice, sequences take turns.
+        assert (
+            tiny_engine(context_length=1024, max_sequences=64, kv_memory_mb=4).slots.capacity_tokens
+            < 64 * 1024
+        )
+        assert tiny_engine(context_length=None, max_sequences=64).slots.capacity_tokens < 64 * 1024
 
     def test_an_idle_engine_steps_to_nothing(self, engine: Engine) -> None:
         assert engine.step() == []

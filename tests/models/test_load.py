@@ -225,3 +225,15 @@ def test_smollm2_knows_its_facts(smollm2_path: Path) -> None:
     assert (model.context_length, model.eos_token_ids) == (8192, (2,))
     assert kv_bytes_per_token(read_config(smollm2_path), "float32") == 2 * 30 * 3 * 64 * 4
     assert parameter_count(smollm2_path) == sum(p.numel() for p in model.module.parameters())
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_batch_are_not_used(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, "factor": 4.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    config = transformers.LlamaConfig(
+        hidden_size=32, num_attention_heads=4, max_position_embeddings=256, rope_parameters=rope
+    )
+    assert context_length(config) == 64
+    assert context_length(transformers.LlamaConfig(max_position_embeddings=256)) == 256

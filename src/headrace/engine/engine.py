@@ -100,7 +100,7 @@ class Engine:
         parameter = next(model.module.parameters())
         self.runner = Runner(self.module, parameter.device)
         shapes = self.runner.layer_shapes()
-        self.context_length = _context_length(model, self.config)
+        self.context_length = context_limit(model.context_length, self.config)
         self.kv_bytes_per_token = bytes_per_token(shapes, parameter.dtype)
         capacity = _capacity_tokens(self.config, self.context_length, self.kv_bytes_per_token)
         self.slots = KVSlots(
@@ -187,11 +187,7 @@ class Engine:
             raise UserError(f"request {request_id!r} is already running")
         if not tokens:
             raise UserError("a prompt must have at least one token")
-        if len(tokens) >= self.context_length:
-            raise UserError(
-                f"a prompt of {len(tokens)} tokens does not leave room for an answer in a context of "
-                f"{self.context_length}; shorten it or raise engine.context_length"
-            )
+        check_prompt_length(len(tokens), self.context_length)
         vocabulary = self.model.vocab_size
         if not all(0 <= token < vocabulary for token in tokens):
             raise UserError(f"a prompt holds token ids outside the vocabulary of {vocabulary}")
@@ -428,33 +424,61 @@ def _before_stop(text: str, stops: Sequence[str]) -> str:
     return text[: min(found)] if found else text
 
 
-def _context_length(model: LoadedModel, config: EngineConfig) -> int:
+def context_limit(model_limit: int, config: EngineConfig) -> int:
+    """The most tokens of one sequence, for a model made for `model_limit`.
+
+    Raises:
+        UserError: the settings ask for more than the model can do.
+    """
     if config.context_length is None:
-        return min(model.context_length, DEFAULT_CONTEXT)
-    if config.context_length > model.context_length:
+        return min(model_limit, DEFAULT_CONTEXT)
+    if config.context_length > model_limit:
         raise UserError(
-            f"engine.context_length = {config.context_length} is more than the model's {model.context_length}"
+            f"engine.context_length = {config.context_length} is more than the model's {model_limit}"
         )
     return config.context_length
 
 
+def check_prompt_length(tokens: int, context_length: int) -> None:
+    """Raise a `UserError` unless a prompt leaves room for an answer."""
+    if tokens >= context_length:
+        raise UserError(
+            f"a prompt of {tokens} tokens does not leave room for an answer in a context of {context_length}; "
+            "shorten the prompt or raise engine.context_length"
+        )
+
+
 def _capacity_tokens(config: EngineConfig, context_length: int, token_bytes: int) -> int:
-    """Tokens of KV that the running sequences may hold together."""
+    """Tokens of KV that the running sequences may hold together.
+
+    Raises:
+        UserError: less memory is free than the settings ask for, or one sequence needs.
+    """
     available = psutil.virtual_memory().available
     wanted = config.max_sequences * context_length
-    one_context = context_length * token_bytes
-    if config.kv_memory_mb is None:
-        allowed = available // 2
-    else:
+    if config.kv_memory_mb is not None:
         allowed = config.kv_memory_mb * 2**20
         if allowed > available:
             raise UserError(
-                f"engine.kv_memory_mb = {config.kv_memory_mb} is more than the {available // 2**20} MB of memory "
-                "that are free; lower it, or leave it out to use half of what is free"
+                f"too little memory for KV: engine.kv_memory_mb = {config.kv_memory_mb}, {_mb(available)} are free; "
+                "lower it, or leave it out to use half of what is free"
             )
-    if one_context > allowed:
+    elif config.context_length is not None and wanted * token_bytes > available:
         raise UserError(
-            f"too little memory for KV: one sequence of {context_length} tokens takes {one_context / 2**20:.0f} MB, "
-            f"{allowed / 2**20:.0f} MB are allowed; lower engine.context_length or raise engine.kv_memory_mb"
+            f"too little memory for KV: {config.max_sequences} sequences of {context_length} tokens take "
+            f"{_mb(wanted * token_bytes)}, {_mb(available)} are free; lower engine.max_sequences or "
+            "engine.context_length, or set engine.kv_memory_mb, within which sequences take turns"
+        )
+    else:
+        allowed = available // 2 if config.context_length is None else available
+    if context_length * token_bytes > allowed:
+        raise UserError(
+            f"too little memory for KV: one sequence of {context_length} tokens takes "
+            f"{_mb(context_length * token_bytes)}, {_mb(allowed)} are allowed; lower engine.context_length or raise "
+            "engine.kv_memory_mb"
         )
     return min(wanted, allowed // token_bytes)
+
+
+def _mb(count: int) -> str:
+    return f"{count / 2**20:,.0f} MB"

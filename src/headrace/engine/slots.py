@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from headrace.errors import UserError
+
 _ROW_PADDING = 16
 """Rows added to each plane, so that planes do not lie a power of two apart and fight for the same cache sets."""
 
@@ -149,7 +151,13 @@ class KVSlots:
             count *= size
         # Reserving is free, only writing takes memory; the scheduler keeps what is written within the capacity.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-        mapping = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+        try:
+            mapping = mmap.mmap(-1, count * dtype.itemsize, flags=flags)
+        except OSError as error:
+            raise UserError(
+                f"too little memory for KV: the system does not reserve {count * dtype.itemsize / 2**20:,.0f} MB "
+                f"({error.strerror}); lower engine.max_sequences or engine.context_length"
+            ) from None
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             # A huge page would make a short sequence take the memory of a long one.
             mapping.madvise(mmap.MADV_NOHUGEPAGE)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.config import Config
-from headrace.errors import UserError
 from headrace.line.observer import LineResult, Observer
 from headrace.line.production import Production
 from headrace.line.run_folder import RunFolder
@@ -64,10 +63,8 @@ class Line:
             RunError: the run cannot go on; what it logged and its checkpoints are intact.
         """
         observer = observer or Observer()
-        if not self._resume and self.run_dir.exists():
-            raise UserError(
-                f"{self.run_dir} exists already: pick another --run-dir, or continue that run with --resume"
-            )
+        if not self._resume:
+            RunFolder.refuse_existing(self.run_dir)
         with prepare(self.config, output=observer.output) as workplace:
             opened = (
                 RunFolder.open(self.run_dir) if self._resume else RunFolder.create(self.run_dir, self.config)

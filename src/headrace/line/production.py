@@ -254,7 +254,7 @@ class Production:
         self._step_started, self._elapsed_before = now, 0.0
         self.agreement.statistics = TokenStatistics()
         self._ledger_before, self._counters_before = books, counters
-        self._rates = _rates(metrics)
+        self._rates = token_rates(metrics)
         self.folder.append_trajectories(step, groups)
         self.folder.append_metrics(metrics)
         self.metrics.append(metrics)
@@ -378,7 +378,7 @@ class Production:
         )
 
 
-def _rates(metrics: dict[str, Any]) -> tuple[float, float]:
+def token_rates(metrics: dict[str, Any]) -> tuple[float, float]:
     """Tokens per second of Decode and of Gradient units in a step."""
     decode = metrics["tokens_generated"] / metrics["time_decode_s"] if metrics["time_decode_s"] else 0.0
     train = metrics["tokens_trained"] / metrics["time_gradient_s"] if metrics["time_gradient_s"] else 0.0

@@ -91,9 +91,7 @@ class RunFolder:
                 (temporary / CHECKPOINTS).mkdir()
             lock = _lock(path)
         except FileExistsError:
-            raise UserError(
-                f"{path} exists already: pick another --run-dir, or continue that run with --resume {path}"
-            ) from None
+            raise _exists(path) from None
         except OSError as error:
             raise UserError(
                 f"run folder {path} cannot be made: {error.strerror}; pick another --run-dir"
@@ -135,6 +133,12 @@ class RunFolder:
             folder.close()
             raise UserError(f"run folder {path} cannot be cleaned up: {error}; make it writable") from None
         return folder
+
+    @staticmethod
+    def refuse_existing(path: str | Path) -> None:
+        """Raise the `UserError` of `create` for a path that exists."""
+        if os.path.lexists(path):
+            raise _exists(Path(path))
 
     @staticmethod
     def fresh(base: str | Path, stem: str) -> Path:
@@ -337,6 +341,12 @@ class RunFolder:
                 f"cannot write {what} in {self.path}: {error.strerror or error}; mend it, then continue with "
                 f"--resume {self.path}"
             ) from error
+
+
+def _exists(path: Path) -> UserError:
+    return UserError(
+        f"{path} exists already: pick another --run-dir, or continue that run with --resume {path}"
+    )
 
 
 def _lock(folder: Path) -> int:

@@ -15,9 +15,8 @@ from typing import Any, Self
 import torch
 
 from headrace.config import Config
-from headrace.engine import DEFAULT_CONTEXT, Engine
+from headrace.engine import Engine, check_prompt_length, context_limit
 from headrace.environments import EnvironmentPool
-from headrace.errors import UserError
 from headrace.models import (
     LoadedModel,
     encode_task_prompt,
@@ -95,11 +94,7 @@ def check_prompt(engine: Engine, task: dict[str, Any]) -> list[int]:
         UserError: it leaves no room for an answer.
     """
     ids = encode_task_prompt(engine.tokenizer, task["prompt"])
-    if len(ids) >= engine.context_length:
-        raise UserError(
-            f"a prompt of {len(ids)} tokens does not leave room for an answer in a context of "
-            f"{engine.context_length}; shorten the prompt or raise engine.context_length"
-        )
+    check_prompt_length(len(ids), engine.context_length)
     return ids
 
 
@@ -115,8 +110,8 @@ def memory_estimate(config: Config) -> dict[str, float]:
         copies["reference model"] = parameters
     model_config = read_config(path)
     per_token = kv_bytes_per_token(model_config, config.model.dtype) / 2**20
-    longest = context_length(model_config.get_text_config(decoder=True))
-    tokens = config.engine.max_sequences * (config.engine.context_length or min(longest, DEFAULT_CONTEXT))
+    model_limit = context_length(model_config.get_text_config(decoder=True))
+    tokens = config.engine.max_sequences * context_limit(model_limit, config.engine)
     kv = tokens * per_token
     if config.engine.kv_memory_mb is not None:
         kv = min(kv, config.engine.kv_memory_mb)

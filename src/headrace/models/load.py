@@ -157,8 +157,21 @@ def refuse_unsupported(config: PreTrainedConfig, path: Path) -> None:
 
 
 def context_length(config: PreTrainedConfig) -> int:
-    """The most positions the architecture states."""
-    return int(getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_LENGTH)
+    """The most positions the architecture states, or those it was first trained on where more would not do.
+
+    Dynamic and long RoPE rescale every position once any sequence of a batch passes the original length. A token
+    would then depend on what shares its batch, so such models are used up to that length.
+    """
+    positions = int(getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_LENGTH)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    # Per layer type where the architecture has several, plain otherwise.
+    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            positions = min(positions, int(original or positions))
+    return positions
 
 
 def kv_bytes_per_token(config: PreTrainedConfig, dtype: str) -> int:
