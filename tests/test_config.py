@@ -61,7 +61,7 @@ def test_an_alias_is_never_a_path(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("trainer.learning_rat=1", "did you mean 'learning_rate'"),
+        ("trainer.learning_rat=1", "--set: .*did you mean 'trainer.learning_rate'"),
         ("trainr.learning_rate=1", "did you mean 'trainer'"),
         ("line.steps=many", "line.steps"),
         ("line.steps=0", "greater than or equal to 1"),
@@ -89,3 +89,14 @@ def test_unreadable_files(tmp_path: Path) -> None:
         load(tmp_path, "[model\n")
     with pytest.raises(ConfigError, match="required"):
         load(tmp_path, "[model]\nname = 'x'\n")
+
+
+def test_the_file_is_blamed_for_what_is_wrong_in_it(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"config.toml: unknown setting 'line.stpes'; did you mean 'line.steps'"
+    ):
+        load(tmp_path, MINIMAL + "[line]\nstpes = 3\n", ("line.steps=4",))
+
+
+def test_an_override_may_complete_the_file(tmp_path: Path) -> None:
+    assert load(tmp_path, '[environment]\nname = "arithmetic"\n', ("model.name=tiny-random",)).model.name

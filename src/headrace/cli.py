@@ -50,6 +50,9 @@ def main() -> None:
     """The entry point: turns what headrace raises on purpose into one line and an exit code."""
     try:
         app(prog_name="headrace")
+    except KeyboardInterrupt:  # before a run had started, or outside one
+        print("stopped", file=sys.stderr)
+        raise SystemExit(130) from None
     except HeadraceError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         raise SystemExit(2 if isinstance(error, UserError) else 1) from None
@@ -128,7 +131,7 @@ def _resume(run_dir: Path, console: Console) -> None:
     from headrace.line.run_folder import RunFolder
 
     with RunFolder.open(run_dir, read_only=True) as folder:
-        complete = folder.final_path.is_dir()
+        complete = folder.complete
     if complete:
         _say(console, f"{run_dir} is complete; its model is in {_shown(folder.final_path)}")
     else:

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import copy
 import difflib
 import tomllib
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from headrace.errors import ConfigError
 
+LONGEST_WAIT_S = 1e6
+"""Upper limit of settings that are waits; clocks and sockets refuse much longer ones."""
+
 MODEL_ALIASES = ("smollm2-135m", "tiny-random")
 """Model names that always mean the same model, whatever files lie about."""
 
@@ -25,7 +29,7 @@ MODEL_ALIASES = ("smollm2-135m", "tiny-random")
 class Section(BaseModel):
     """A table of the configuration; unknown keys are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class ModelConfig(Section):
@@ -53,6 +57,7 @@ class EnvironmentConfig(Section):
     timeout_s: float = Field(
         30.0,
         gt=0,
+        le=LONGEST_WAIT_S,
         description="Seconds a reward may take; past it the worker is killed and the attempt failed.",
     )
     max_attempts: int = Field(
@@ -72,6 +77,12 @@ class SamplingConfig(Section):
     stop: list[str] = Field(default_factory=list, description="Strings that end a completion.")
     top_p: float = Field(1.0, gt=0, le=1, description="Nucleus cut; training with a cut is refused.")
     top_k: int = Field(0, ge=0, description="Top-k cut, 0 for none; training with a cut is refused.")
+
+    @model_validator(mode="after")
+    def _no_empty_stop(self) -> Self:
+        if not all(self.stop):
+            raise ValueError("stop: a stop string must not be empty")
+        return self
 
     @model_validator(mode="after")
     def _no_cuts(self) -> Self:
@@ -138,7 +149,7 @@ class TrainerConfig(Section):
         "constant", description="Shape of the learning rate after the warm-up, over the run's steps."
     )
     warmup_steps: int = Field(0, ge=0, description="Steps over which the rate rises linearly from 0.")
-    betas: tuple[float, float] = Field((0.9, 0.999), description="AdamW's moment decay rates.")
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False, description="AdamW's moment decay rates.")
     eps: float = Field(1e-8, gt=0, description="AdamW's ε.")
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
@@ -204,6 +215,7 @@ class LineConfig(Section):
     wait_timeout_s: float = Field(
         600.0,
         gt=0,
+        le=LONGEST_WAIT_S,
         description="A wait longer than this ends the run with an error that names what was missing.",
     )
     logprob_diff_limit: float = Field(
@@ -213,7 +225,10 @@ class LineConfig(Section):
         "same weights passes this.",
     )
     threads: int | None = Field(
-        None, ge=1, description="CPU threads; by default every core this process may use."
+        None,
+        ge=1,
+        le=1024,
+        description="CPU threads; by default every core this process may use, or `OMP_NUM_THREADS`.",
     )
 
 
@@ -253,9 +268,20 @@ class Config(Section):
             raise ConfigError(f"{path}: cannot be read: {error}") from None
         except tomllib.TOMLDecodeError as error:
             raise ConfigError(f"{path}: not valid TOML: {error}") from None
+        changed = copy.deepcopy(data)
         for override in overrides:
-            _apply_override(data, override)
-        return cls.from_dict(data, base=path.parent, source=str(path))
+            _apply_override(changed, override)
+        try:
+            return cls.from_dict(changed, base=path.parent, source=str(path))
+        except ConfigError as error:
+            if not overrides:
+                raise
+            try:
+                cls.from_dict(data, base=path.parent)
+            except ConfigError:
+                raise error from None
+            # The file is right by itself, so it is not to blame.
+            raise ConfigError(f"--set: {str(error).removeprefix(f'{path}: ')}") from None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any], base: Path | None = None, source: str = "config") -> Config:
@@ -264,7 +290,7 @@ class Config(Section):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            raise ConfigError(f"{source}: {_describe(error)}") from None
+            raise ConfigError(f"{source}: {describe(error, cls)}") from None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data without unset optional values, ready for TOML."""
@@ -307,14 +333,15 @@ def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
     return data
 
 
-def _describe(error: ValidationError) -> str:
-    """The first validation error as one line, with a suggestion for a misspelt key."""
+def describe(error: ValidationError, section: type[BaseModel]) -> str:
+    """The first validation error of `section` as one line, with a suggestion for a misspelt key."""
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        known = _known_keys(first["loc"][:-1])
+        known = _known_keys(first["loc"][:-1], section)
         close = difflib.get_close_matches(str(first["loc"][-1]), known, n=1, cutoff=0.5)
-        hint = f"did you mean {close[0]!r}?" if close else f"known here: {', '.join(known)}"
+        prefix = "".join(f"{part}." for part in first["loc"][:-1])
+        hint = f"did you mean {prefix + close[0]!r}?" if close else f"known here: {', '.join(known)}"
         return f"unknown setting {where!r}; {hint}"
     if first["type"] == "missing":
         return f"setting {where!r} is required"
@@ -324,8 +351,7 @@ def _describe(error: ValidationError) -> str:
     return f"{where} = {first['input']!r}: {message}"
 
 
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    section: type[BaseModel] = Config
+def _known_keys(location: tuple[int | str, ...], section: type[BaseModel]) -> list[str]:
     for part in location:
         annotation = section.model_fields[str(part)].annotation
         assert isinstance(annotation, type)

@@ -20,6 +20,7 @@ import psutil
 from packaging.requirements import Requirement
 
 from headrace.models.resolve import aliases, cache_folder, cached_models
+from headrace.state.machine import available_cores
 
 _SHOWN = ("torch", "transformers")
 """Requirements that are always reported; the others only where something is wrong with them."""
@@ -132,13 +133,6 @@ def _compute() -> Iterator[Finding]:
     if torch.backends.mps.is_available():
         devices.append("mps")
     yield Finding("devices", ", ".join(devices))
-
-
-def available_cores() -> int:
-    """CPU cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _cpu_features() -> str:

@@ -57,7 +57,20 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        for name in ("temperature", "top_p"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise UserError(f"{name} must be a number, not {value!r}")
+        for name in ("top_k", "max_tokens", "n", "seed"):
+            _require_integer(name, getattr(self, name))
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(stop, Sequence) or not all(isinstance(text, str) for text in stop):
+            raise UserError(f"stop must be a string or a list of strings, not {self.stop!r}")
+        if not isinstance(self.stop_token_ids, Sequence) or isinstance(self.stop_token_ids, str):
+            raise UserError(f"stop_token_ids must be a list of token ids, not {self.stop_token_ids!r}")
+        for token_id in self.stop_token_ids:
+            _require_integer("stop_token_ids", token_id)
+        object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature must be a finite number of at least 0, not {self.temperature}")
@@ -76,6 +89,11 @@ class Sampling:
     def cuts(self) -> bool:
         """Whether top-p or top-k removes tokens from the distribution."""
         return self.top_p < 1 or self.top_k > 0
+
+
+def _require_integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise UserError(f"{name} must be a whole number, not {value!r}")
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 CASES = {
-    "unknown key": (["--set", "trainer.learning_rte=1e-5"], "did you mean 'learning_rate'"),
+    "unknown key": (["--set", "trainer.learning_rte=1e-5"], "did you mean 'trainer.learning_rate'"),
     "unknown section": (["--set", "trainr.eps=1e-5"], "did you mean 'trainer'"),
     "unknown environment": (["--set", "environment.name=arithmetics"], "did you mean 'arithmetic'"),
     "unknown environment option": (

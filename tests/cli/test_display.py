@@ -147,7 +147,7 @@ def test_live_display_shows_the_run_and_messages_above_it() -> None:
         "about 2:05 left",
         "▃▅  0.500",
         "generator 1,234 tok/s, trainer –, staleness 0.50",
-        "generating; 48 decoding, 3 at the environment, 1 groups ready, 5 of 8 committed",
+        "generating; 48 in the engine, 3 at the environment, 1 groups ready, 5 of 8 committed",
         "stopping soon",
     ):
         assert part in shown, shown

@@ -1,15 +1,18 @@
 """Where a completion ends, why, what its text is, and that streaming gives the same text."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 from engine_cases import CONTEXT, assert_clean, loaded, random_prompt, tiny_engine, tiny_model
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from headrace.config import EngineConfig
 from headrace.engine import Engine, random_key
 from headrace.models import decode_completion
+from headrace.models.attention import AttentionBackend
 from headrace.types import Sampling
 
 END = 258
@@ -106,14 +109,14 @@ def ascii_engine() -> Engine:
     """An engine whose completions are printable ASCII: every other logit is far away."""
     model = tiny_model()
     engine = Engine(model, EngineConfig(context_length=CONTEXT, max_sequences=4, prefix_cache_mb=1))
-    forward = engine.runner._forward
+    forward = engine.runner.forward
 
-    def printable(token_ids: list[int], positions: list[int], rows: list[int]):  # type: ignore[no-untyped-def]
-        logits = forward(token_ids, positions, rows).clone()
+    def printable(*arguments: Any) -> Tensor:
+        logits = forward(*arguments).clone()
         logits[:, :32] = logits[:, 127:] = -1000.0
         return logits
 
-    engine.runner._forward = printable  # type: ignore[method-assign]
+    engine.runner.forward = printable  # type: ignore[assignment]
     return engine
 
 
@@ -171,16 +174,16 @@ class TestStopStrings:
 
     def test_within_a_character_of_several_bytes(self, engine: Engine) -> None:
         """No half character is compared or shown, and a stop string may be such a character."""
-        logits = engine.runner._forward
+        logits = engine.runner.forward
         wanted = list("né✓ü.".encode())
 
-        def forced(token_ids: list[int], positions: list[int], rows: list[int]):  # type: ignore[no-untyped-def]
-            out = logits(token_ids, positions, rows).clone()
-            for row, at in enumerate(rows):
-                out[row, wanted[(positions[at] + 1 - len(PROMPT)) % len(wanted)]] = 1000.0
+        def forced(token_ids: Tensor, positions: Tensor, rows: Tensor, backend: AttentionBackend) -> Tensor:
+            out = logits(token_ids, positions, rows, backend).clone()
+            for row, at in enumerate(rows.tolist()):
+                out[row, wanted[(int(positions[at]) + 1 - len(PROMPT)) % len(wanted)]] = 1000.0
             return out
 
-        engine.runner._forward = forced  # type: ignore[method-assign]
+        engine.runner.forward = forced  # type: ignore[assignment]
         try:
             sample = complete(engine, stop=("✓",))
             assert sample.text == "né"
@@ -191,7 +194,7 @@ class TestStopStrings:
             assert complete(engine, max_tokens=6).text == "né✓"
             assert complete(engine, max_tokens=7).text == "né✓\ufffd"
         finally:
-            engine.runner._forward = logits  # type: ignore[method-assign]
+            engine.runner.forward = logits  # type: ignore[method-assign]
 
 
 class TestStream:

@@ -26,6 +26,7 @@ from transformers import DynamicCache
 
 from headrace.config import EngineConfig
 from headrace.engine import Engine
+from headrace.engine.forward import LlamaForward, ModuleForward
 from headrace.engine.sampler import uniform
 from headrace.models.packing import PackedLinear
 from headrace.state.kv import KVIdentity
@@ -293,11 +294,15 @@ def test_the_identity_names_weights_format_and_layout() -> None:
     assert engine._identity == KVIdentity("w0", "float64", "", "slot-rows")
 
 
-def test_the_prepacked_replica_follows_the_change() -> None:
+@pytest.mark.parametrize("kind", [LlamaForward, ModuleForward])
+def test_prepacked_weights_follow_the_change(kind: type) -> None:
     """float32 holds packed copies of the linear weights; without repacking they would still be the old ones."""
     engine = tiny_engine("float32", max_batch_tokens=16)
-    packed = [layer for layer in engine.module.modules() if isinstance(layer, PackedLinear)]
-    assert len(packed) == 7 * 3 + 1
+    if kind is ModuleForward:
+        engine.forward = engine.runner.forward = ModuleForward(engine.model.module, prepack=True)
+        packed = [layer for layer in engine.forward.module.modules() if isinstance(layer, PackedLinear)]
+        assert len(packed) == 7 * 3 + 1
+    assert type(engine.forward) is kind
     made = requests()
     for number, request in made.items():
         request.submit(engine, number)
@@ -320,8 +325,9 @@ def test_the_prepacked_replica_follows_the_change() -> None:
 def test_the_replica_shares_the_parameters() -> None:
     """Two copies of the linear weights (plain and packed), one of everything else."""
     engine = tiny_engine("float32")
+    replica = ModuleForward(engine.model.module, prepack=True).module
     originals = dict(engine.model.module.named_parameters())
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in replica.named_parameters():
         assert parameter is originals[name]
     assert engine.model.module is not loaded("tiny-random", "float32", "headrace").module
 

@@ -222,13 +222,13 @@ def test_rewind_forgets_later_steps(folder: RunFolder) -> None:
         folder.append_trajectories(step, [group(step)])
     folder.close()
     with RunFolder.open(folder.path) as again:
-        assert again.rewind(2) == 400, "what the dropped steps generated is still known"
+        again.rewind(2)
         assert [line["step"] for line in lines(again.path / "metrics.jsonl")] == [1, 2]
         assert [line["step"] for line in lines(again.path / "trajectories.jsonl")] == [1, 1, 2, 2]
         again.append_metrics({"step": 3, "reward_mean": 30, "tokens_generated_total": 350})
         assert [line["step"] for line in lines(again.path / "metrics.jsonl")] == [1, 2, 3]
         assert scalars(again)["reward_mean"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
-        assert again.rewind(0) == 350
+        again.rewind(0)
         assert lines(again.path / "metrics.jsonl") == lines(again.path / "trajectories.jsonl") == []
         again.append_metrics({"step": 1, "reward_mean": 10})
         assert scalars(again)["reward_mean"] == [(1, 10.0)]
@@ -243,14 +243,14 @@ def test_a_torn_last_line_is_dropped(
     folder.append_metrics({"step": 1, "tokens_generated_total": 10})
     with (folder.path / "metrics.jsonl").open("ab") as stream:
         stream.write(torn)
-    assert folder.rewind(2) == 10
+    folder.rewind(2)
     assert "line 2 is not readable" in caplog.text
     folder.append_metrics({"step": 2})
     assert [line["step"] for line in lines(folder.path / "metrics.jsonl")] == [1, 2]
 
 
 def test_rewind_of_a_run_without_logs(folder: RunFolder) -> None:
-    assert folder.rewind(0) == 0
+    folder.rewind(0)
     assert not (folder.path / "metrics.jsonl").exists()
 
 
@@ -301,3 +301,23 @@ def test_a_line_stays_one_line_whatever_it_holds(tmp_path: Path, config: Config)
     raw = (tmp_path / "run" / "metrics.jsonl").read_bytes().decode()
     assert len(raw.splitlines()) == 1
     assert json.loads(raw)["text"][:0x3000] == text[:0x3000]
+
+
+def test_the_number_of_generated_tokens_survives_everything_but_the_disk(folder: RunFolder) -> None:
+    assert folder.noted_generated() == 0
+    for tokens in (5, 123_456, 123_460):
+        folder.note_generated(tokens)
+    folder.append_metrics({"step": 1})
+    folder.close()
+    with RunFolder.open(folder.path) as again:
+        again.rewind(0)
+        assert again.noted_generated() == 123_460
+    (folder.path / "tokens_generated").write_text("what?")
+    with RunFolder.open(folder.path, read_only=True) as again:
+        assert again.noted_generated() == 0
+
+
+def test_a_path_below_a_file_is_refused(tmp_path: Path, config: Config) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file is a file; pick another"):
+        RunFolder.create(tmp_path / "file" / "run", config)

@@ -9,13 +9,12 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 from headrace.errors import ModelError
 from headrace.models import LoadedModel, kv_bytes_per_token, load_model, parameter_count
 from headrace.models.attention import AttentionOptions, attention_backend, dense_attention, visible
-from headrace.models.load import context_length, read_config, refuse_unsupported
+from headrace.models.load import context_length, read_config
 
 
 def one_line(path: Path, **arguments: str) -> str:
@@ -92,7 +91,7 @@ def test_missing_weights_are_not_made_up(folder: Path) -> None:
 
 def test_weights_of_another_size(folder: Path) -> None:
     edit(folder / "config.json", hidden_size=32)
-    assert "cannot be loaded" in one_line(folder)
+    assert "other shapes than its config.json says" in one_line(folder)
 
 
 def test_tokenizer_of_another_model(folder: Path) -> None:
@@ -111,8 +110,6 @@ def test_damaged_tokenizer(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"model_type": "no_such_model"}, "no_such_model"),
-        ({"model_type": "t5"}, "t5 is an encoder-decoder"),
-        ({"model_type": "mamba"}, "mamba"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"num_attention_heads": "many"}, "config.json cannot be used"),
@@ -121,48 +118,6 @@ def test_damaged_tokenizer(folder: Path) -> None:
 def test_refused_folder(changes: dict[str, object], message: str, folder: Path) -> None:
     edit(folder / "config.json", **changes)
     assert message in one_line(folder)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "bamba", "bart", "bert", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
-        "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_text", "qwen3_next",
-        "recurrent_gemma", "rwkv", "t5", "xlstm", "zamba", "zamba2",
-    ],
-)  # fmt: skip
-def test_refused_by_name(kind: str) -> None:
-    config = transformers.CONFIG_MAPPING[kind]()
-    if kind == "bert":
-        config.architectures = ["BertForMaskedLM"]
-    with pytest.raises(ModelError, match=kind if kind != "bert" else "BertForMaskedLM"):
-        refuse_unsupported(config, Path("model"))
-
-
-@pytest.mark.parametrize("kind", ["mamba", "rwkv", "zamba"])
-def test_recurrent_state_is_refused(kind: str) -> None:
-    with pytest.raises(ModelError, match=f"{kind} keeps a recurrent state"):
-        refuse_unsupported(transformers.CONFIG_MAPPING[kind](), Path("model"))
-
-
-def test_hybrid_layers_are_refused() -> None:
-    config = transformers.CONFIG_MAPPING["lfm2"](num_hidden_layers=2, layer_types=["conv", "full_attention"])
-    with pytest.raises(ModelError, match="lfm2 has layers of type conv"):
-        refuse_unsupported(config, Path("model"))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "cohere", "deepseek_v3", "gemma", "gemma2", "gemma3_text", "glm4", "gpt2", "gpt_neox", "gpt_oss",
-        "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3",
-    ],
-)  # fmt: skip
-def test_accepted(kind: str) -> None:
-    config = transformers.CONFIG_MAPPING[kind]()
-    refuse_unsupported(config, Path("model"))
-    assert context_length(config) > 0
-    assert kv_bytes_per_token(config, "float32") > 0
 
 
 def test_device_that_is_not_here(tiny_path: Path) -> None:
@@ -200,17 +155,6 @@ def test_kv_bytes(tiny_path: Path) -> None:
     model = load_model(tiny_path, attn_implementation="headrace")
     assert kv_bytes_per_token(model.config, "float32") * 7 == attended_bytes(model.module, 7)
     assert kv_bytes_per_token(model.config, "float64") == 2 * kv_bytes_per_token(model.config, "float32")
-
-
-def test_kv_bytes_of_latent_attention() -> None:
-    config = transformers.CONFIG_MAPPING["deepseek_v3"](
-        vocab_size=64, hidden_size=32, intermediate_size=32, moe_intermediate_size=16, num_hidden_layers=2,
-        first_k_dense_replace=2, num_attention_heads=4, num_key_value_heads=4, kv_lora_rank=8, q_lora_rank=8,
-        qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=6, n_routed_experts=4, n_group=1, topk_group=1,
-        num_experts_per_tok=1,
-    )  # fmt: skip
-    module = AutoModelForCausalLM.from_config(config, attn_implementation="headrace").eval()
-    assert kv_bytes_per_token(config, "float32") * 5 == attended_bytes(module, 5)
 
 
 @pytest.mark.real

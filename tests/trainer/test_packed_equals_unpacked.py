@@ -1,4 +1,4 @@
-"""The packed loss, log-probs and every gradient equal the unpacked ones, for every setting and attention."""
+"""The packed loss, log-probs and every gradient equal the unpacked ones, for every setting and partition."""
 
 from __future__ import annotations
 
@@ -8,75 +8,22 @@ from typing import Any
 import pytest
 import torch
 from packing_cases import (
+    TOLERANCE,
     VOCABULARY,
-    exact_norms,
+    assert_equal_gradients,
+    make_trainer,
     plain_logprobs,
-    plain_loss,
     ragged_groups,
     random_group,
     tiny_llama,
     trajectory,
 )
 from torch import nn
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from transformers import MambaConfig, MambaForCausalLM
 
-from headrace.config import AlgorithmConfig, TrainerConfig
 from headrace.errors import ModelError
-from headrace.trainer import Trainer, pack
+from headrace.trainer import pack
 from headrace.trainer.logprobs import packed_logprobs
-from headrace.types import Trajectory
-
-TOLERANCE = 1e-9
-SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.4,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
-
-
-def make_trainer(
-    module: nn.Module, reference: nn.Module | None = None, tokens: int = 64, **settings: Any
-) -> Trainer:
-    config = AlgorithmConfig(**settings)
-    return Trainer(module, config, TrainerConfig(micro_batch_tokens=tokens), 10, reference)
-
-
-def assert_equal_gradients(
-    trainer: Trainer, groups: list[list[Trajectory]], implementation: str = "sdpa"
-) -> None:
-    module = trainer.module
-    result = trainer.accumulate(groups, version=0, max_staleness=0)
-    packed = {
-        name: p.grad / result.denominator for name, p in module.named_parameters() if p.grad is not None
-    }
-    module.zero_grad()
-    loss = plain_loss(module, groups, trainer.config, trainer.reference, implementation)
-    loss.backward()
-    unpacked = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-    assert packed.keys() == unpacked.keys()
-    assert result.loss_sum / result.denominator == pytest.approx(loss.item(), abs=TOLERANCE)
-    assert max(gradient.abs().max().item() for gradient in unpacked.values()) > 1e-3
-    for name, gradient in unpacked.items():
-        assert (packed[name] - gradient).abs().max() < TOLERANCE, name
-    module.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -149,54 +96,6 @@ def test_float32_agrees_to_its_precision() -> None:
         make_trainer(module).accumulate(groups, version=0, max_staleness=0)
     for (name, one), two in zip(single.named_parameters(), double.parameters(), strict=True):
         assert (one.grad.double() - two.grad).abs().max() < 1e-4 * two.grad.abs().max(), name
-
-
-def mistral() -> nn.Module:
-    torch.manual_seed(0)
-    return MistralForCausalLM(MistralConfig(**SIZES, sliding_window=3)).double().eval()
-
-
-def gemma2() -> nn.Module:
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        **SIZES,
-        sliding_window=4,
-        attn_logit_softcapping=2.0,
-        final_logit_softcapping=5.0,
-        query_pre_attn_scalar=7,
-    )
-    return Gemma2ForCausalLM(config).double().eval()
-
-
-def gpt_oss() -> nn.Module:
-    torch.manual_seed(0)
-    config = GptOssConfig(
-        **SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=3, experts_implementation="eager"
-    )
-    module = GptOssForCausalLM(config).double().eval()
-    with torch.no_grad():
-        for layer in module.model.layers:
-            layer.self_attn.sinks.copy_(torch.randn(4))
-    return module
-
-
-@pytest.mark.parametrize("make", [mistral, gemma2, gpt_oss])
-def test_sliding_windows_soft_caps_and_sinks(make: Any) -> None:
-    """Against dense attention in float64; transformers' own takes its softmax in float32."""
-    module = exact_norms(make())
-    assert_equal_gradients(make_trainer(module), ragged_groups(), implementation="plain_for_tests")
-
-
-@pytest.mark.parametrize("make", [mistral, gemma2, gpt_oss])
-def test_they_mean_what_transformers_means_by_them(make: Any) -> None:
-    """1e-5: transformers' eager attention rounds its weights to float32."""
-    module = make()
-    samples = [sample for group in ragged_groups() for sample in group]
-    packed = make_trainer(module).token_logprobs(samples)
-    with torch.no_grad():
-        for sample, logprobs in zip(samples, packed, strict=True):
-            eager = [logp.item() for logp in plain_logprobs(module, sample, "eager")]
-            assert logprobs == pytest.approx(eager, abs=1e-5)
 
 
 def test_rescoring_equals_one_sequence_at_a_time() -> None:

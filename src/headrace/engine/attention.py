@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from headrace.engine.slots import KVSlots, LayerShape
+from headrace.errors import ModelError
 from headrace.models.attention import AttentionOptions, dense_attention, visible
 
 _GATHER_BELOW = 0.6
@@ -134,14 +135,20 @@ class SlotAttention:
         return self._chunk_masks[key]
 
 
-class ShapeProbe:
-    """Attention backend that only records what each layer's keys and values look like."""
+class LayerProbe:
+    """Attention backend that only records what each layer's keys and values look like, and what it asks for."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.options: dict[int, AttentionOptions] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
+        if layer in self.shapes:
+            raise ModelError(
+                f"layer {layer} of this model attends more than once in a forward; not supported"
+            )
         self.shapes[layer] = LayerShape(key.shape[0], key.shape[-1], value.shape[0], value.shape[-1])
+        self.options[layer] = options
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])

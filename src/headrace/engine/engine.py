@@ -18,8 +18,10 @@ from typing import Any
 
 import psutil
 import torch
+from pydantic import ValidationError
 
-from headrace.config import EngineConfig
+from headrace.config import EngineConfig, describe
+from headrace.engine.forward import make_forward
 from headrace.engine.runner import Runner
 from headrace.engine.sampler import random_key, sample, uniform
 from headrace.engine.scheduler import Scheduler
@@ -35,7 +37,6 @@ from headrace.models import (
     resolve,
 )
 from headrace.models.attention import ATTENTION
-from headrace.models.packing import inference_replica, repack
 from headrace.state.kv import KVIdentity, PrefixCache
 from headrace.types import Sampling
 
@@ -95,10 +96,10 @@ class Engine:
         self.config = config or EngineConfig()
         self.model = model
         self.tokenizer = model.tokenizer
-        self.module = inference_replica(model.module, prepack=self.config.prepack)
         self.version = 0
         parameter = next(model.module.parameters())
-        self.runner = Runner(self.module, parameter.device)
+        self.forward = make_forward(model.module, self.config.prepack)
+        self.runner = Runner(self.forward, parameter.device)
         shapes = self.runner.layer_shapes()
         self.context_length = context_limit(model.context_length, self.config)
         self.kv_bytes_per_token = bytes_per_token(shapes, parameter.dtype)
@@ -141,8 +142,8 @@ class Engine:
         """
         try:
             config = EngineConfig(**settings)
-        except ValueError as error:
-            raise UserError(f"engine settings: {error}".replace("\n", " ")) from None
+        except ValidationError as error:
+            raise UserError(f"engine settings: {describe(error, EngineConfig)}") from None
         loaded = load_model(resolve(model), dtype=dtype, device=device, attn_implementation=ATTENTION)
         return cls(loaded, config, weights_id)
 
@@ -270,7 +271,7 @@ class Engine:
 
     def update_weights(self, version: int, weights_id: str) -> None:
         """The shared parameters are now those of `version`. Repacks them and deals with KV of the old ones."""
-        repack(self.module)
+        self.forward.repack()
         old = self._identity
         self.version = version
         self._identity = old._replace(weights_id=weights_id)
@@ -298,6 +299,8 @@ class Engine:
         sampling = sampling or Sampling()
         if isinstance(prompts, str):
             prompts = [prompts]
+        if not isinstance(prompts, Sequence):
+            raise UserError(f"prompts must be a list of texts, token-id lists or chats, not {prompts!r}")
         if self.num_unfinished:
             raise RuntimeError("generate() needs an idle engine: requests of submit() are still running")
         outputs = [Output(encode_prompt(self.tokenizer, prompt), []) for prompt in prompts]

@@ -1,34 +1,30 @@
-"""Runs one plan: a single forward over decoding tokens and prefill chunks, then one draw per finished row."""
+"""Runs one plan: a single forward over decoding tokens and prefill chunks."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from headrace.engine.attention import Chunk, ShapeProbe, SlotAttention
+from headrace.engine.attention import Chunk, LayerProbe, SlotAttention
+from headrace.engine.forward import Forward
 from headrace.engine.scheduler import Plan
 from headrace.engine.sequence import EngineSequence
 from headrace.engine.slots import KVSlots, LayerShape
-from headrace.models.attention import attention_backend
+from headrace.models.attention import AttentionBackend
 
 
 class Runner:
-    """The forward pass of the engine.
+    """The forward pass of the engine."""
 
-    Args:
-        module: a causal LM that attends through headrace.
-    """
-
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
-        self.module = module
+    def __init__(self, forward: Forward, device: torch.device) -> None:
+        self.forward = forward
         self.device = device
 
     @torch.inference_mode()
     def layer_shapes(self) -> list[LayerShape]:
         """What each layer's keys and values look like, from a forward of one token."""
-        probe = ShapeProbe()
-        with attention_backend(probe):
-            self._forward([0], [0], [0])
+        probe = LayerProbe()
+        self._logits([0], [0], [0], probe)
         return [probe.shapes[layer] for layer in sorted(probe.shapes)]
 
     @torch.inference_mode()
@@ -55,22 +51,22 @@ class Runner:
                 ready.append(sequence)
                 rows.append(len(token_ids) - 1)
         backend = SlotAttention(slots, [_slot(s) for s in decodes], positions[: len(decodes)], chunks)
-        with attention_backend(backend):
-            logits = self._forward(token_ids, positions, rows or [0])
+        logits = self._logits(token_ids, positions, rows or [0], backend)
         for sequence in decodes:
             sequence.computed += 1
         for sequence, count in plan.chunks:
             sequence.computed += count
         return ready, logits[: len(rows)]
 
-    def _forward(self, token_ids: list[int], positions: list[int], rows: list[int]) -> Tensor:
-        output = self.module(
-            input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
-            use_cache=False,
-            logits_to_keep=torch.tensor(rows, device=self.device),
+    def _logits(
+        self, token_ids: list[int], positions: list[int], rows: list[int], backend: AttentionBackend
+    ) -> Tensor:
+        return self.forward(
+            torch.tensor(token_ids, device=self.device),
+            torch.tensor(positions, device=self.device),
+            torch.tensor(rows, device=self.device),
+            backend,
         )
-        return output.logits[0]
 
 
 def _slot(sequence: EngineSequence) -> int:

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 _SHOWN_CHARS = 60
 
+MAX_INTEGER_BITS = 10_000
+"""Larger integers cannot be written as decimal text, which Python limits to 4,300 digits."""
+
 
 @runtime_checkable
 class Environment(Protocol):
@@ -152,6 +155,11 @@ def _plain(value: object, where: str, source: str) -> Any:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
+        if value.bit_length() > MAX_INTEGER_BITS:
+            raise EnvironmentSetupError(
+                f"{source} yielded a task that JSON cannot hold: {where} is an integer of {value.bit_length()} bits; "
+                "use text"
+            )
         return int(value)
     if isinstance(value, float):
         if math.isfinite(value):

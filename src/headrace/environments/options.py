@@ -34,7 +34,10 @@ def describe_exception(error: BaseException, folder: Path | None = None) -> str:
     The place is the innermost frame in a file under `folder` (installed packages aside), or else the
     innermost of all.
     """
-    message = " ".join(str(error).split())
+    try:
+        message = " ".join(str(error).split())
+    except Exception:  # an exception of the user's whose text raises itself
+        message = "its message cannot be shown"
     if len(message) > _MESSAGE_CHARS:
         message = message[: _MESSAGE_CHARS - 1] + "…"
     name = type(error).__name__

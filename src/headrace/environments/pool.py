@@ -396,6 +396,7 @@ class EnvironmentPool:
         match message:
             case Ready():
                 slot.ready = True
+                slot.failed_starts = 0
                 with self._changed:
                     self._num_ready += 1
                     self._changed.notify_all()
@@ -444,8 +445,9 @@ class EnvironmentPool:
         slot.failed_starts += 1
         started = self._num_ready >= len(self._slots)
         if not started:
-            named = error if self._config.name in error else f"environment {self._config.name}: {error}"
-            self._end(EnvironmentSetupError(named))
+            if (self._config.name.rpartition(":")[0] or self._config.name) not in error:
+                error = f"environment {self._config.name}: {error}"
+            self._end(EnvironmentSetupError(error))
         elif slot.failed_starts >= MAX_FAILED_STARTS:
             times = f"{slot.failed_starts} times in a row"
             self._end(

@@ -75,7 +75,10 @@ def _find_class(path: Path, class_name: str) -> Any:
 
 def _import_file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise EnvironmentSetupError(f"environment file {path}: no such file")
+        near = suggest(path.name, [file.name for file in path.parent.glob("*.py")])
+        raise EnvironmentSetupError(
+            f"environment file {path}: no such file{near}; a relative path is relative to the settings file"
+        )
     folder = str(path.parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)

@@ -107,7 +107,7 @@ def activity(status: LineStatus) -> str:
     if status.step >= status.steps:
         return _FINISHING
     return (
-        f"{_DOING.get(status.doing, status.doing)}; {status.decoding} decoding, "
+        f"{_DOING.get(status.doing, status.doing)}; {status.decoding} in the engine, "
         f"{status.at_environment} at the environment, {status.ready} groups ready, "
         f"{status.committed} of {status.groups_per_step} committed"
     )

@@ -11,6 +11,7 @@ from headrace.line.evaluate import evaluate
 from headrace.line.observer import Evaluation
 from headrace.line.run_folder import RunFolder
 from headrace.line.setup import prepare
+from headrace.trainer import verify_checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,10 @@ def candidate(target: str | Path, checkpoint: int | None = None) -> Candidate:
     with RunFolder.open(target, read_only=True) as folder:
         steps = folder.checkpoints()
         if checkpoint is None and folder.final_path.is_dir():
+            verify_checkpoint(folder.final_path)
             return Candidate(folder.config, folder.final_path, folder.config.line.steps)
         if checkpoint in steps:
+            verify_checkpoint(folder.checkpoint_path(checkpoint))
             return Candidate(folder.config, folder.checkpoint_path(checkpoint), checkpoint)
     missing = "no final model yet" if checkpoint is None else f"no checkpoint of step {checkpoint}"
     if steps:

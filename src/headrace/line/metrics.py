@@ -11,7 +11,7 @@ from typing import Any
 
 from headrace.line.cell import PUBLISH
 from headrace.schedule import Bucket, Unit
-from headrace.state.memory import resident_mb
+from headrace.state.machine import resident_mb
 from headrace.trainer import StepResult, TokenStatistics
 from headrace.types import Group
 

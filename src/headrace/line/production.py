@@ -76,19 +76,25 @@ class Production:
         self._rates = (0.0, 0.0)
 
     def run(self, resume: bool) -> LineResult:
-        if resume:
-            self._restore()
+        restored = self._restore() if resume else None
         result = LineResult(self.folder.path, self.metrics)
-        if self.config.eval.tasks and not self.stopping():
-            earlier = self.folder.evaluation("before") if resume else None
-            result.before = earlier or self._evaluate("before")
+        if resume:
+            result.before = self.folder.evaluation("before")
+        # Weights that were trained already cannot tell what came before.
+        if result.before is None and restored is None and self.config.eval.tasks and not self.stopping():
+            result.before = self._evaluate("before")
         self._step_started = time.perf_counter()
-        while not self.admission.finished:
-            if self.stopping():
-                self._checkpoint()
-                result.interrupted = True
-                return result
-            self._advance()
+        try:
+            while not self.admission.finished:
+                if self.stopping():
+                    self._checkpoint()
+                    result.interrupted = True
+                    return result
+                self._advance()
+        except (EnvironmentFailure, LineStuckError) as error:
+            # The environment is broken, not the line: what it holds is worth keeping.
+            self._checkpoint()
+            raise type(error)(f"{error}; mend it, then continue with --resume {self.folder.path}") from error
         self._checkpoint()
         save_checkpoint(self.folder.final_path, self.model.module, self.model.path)
         if self.config.eval.tasks:
@@ -110,6 +116,7 @@ class Production:
                 case Unit.DECODE:
                     for event in self.cell.decode():
                         self.episodes.on_token(event)
+                    self.folder.note_generated(self.ledger.generated)
                 case Unit.GRADIENT:
                     self._gradient()
                 case Unit.OPTIMIZER_STEP:
@@ -259,6 +266,11 @@ class Production:
         self.folder.append_metrics(metrics)
         self.metrics.append(metrics)
         self.observer.on_step(metrics)
+        if metrics["zero_advantage_groups"] == len(groups):
+            self.observer.on_message(
+                f"step {step} taught nothing: within each group all rewards were equal. Now and then that is fine; "
+                "if it goes on, the tasks are too easy or too hard, or the reward needs partial credit"
+            )
         every = self.config.line.checkpoint_every
         if every and step % every == 0 and not self.admission.finished:
             self._checkpoint()
@@ -344,20 +356,28 @@ class Production:
             "failed_groups": self.failed_groups,
             "failed_in_a_row": self.failed_in_a_row,
             "replaced": self.replaced,
+            "step_seconds": dict(self.cell.seconds),
             "step_elapsed_s": time.perf_counter() - self._step_started + self._elapsed_before,
         }
         path = self.folder.checkpoint_path(step)
         save_checkpoint(path, self.model.module, self.model.path, self.cell.trainer.state_dict(), state)
         self.folder.prune(self.config.line.keep_checkpoints)
 
-    def _restore(self) -> None:
-        """Go on from the last checkpoint, or from step 0 when there is none."""
+    def _restore(self) -> int | None:
+        """Go on from the last checkpoint, or from step 0 when there is none. Returns its step.
+
+        Raises:
+            UserError: the settings are not those of the checkpoint.
+        """
         step = self.folder.latest_checkpoint()
-        generated = self.folder.rewind(step or 0)
-        if step is not None:
+        if step is None:
+            self.folder.rewind(0)
+        else:
             state = load_checkpoint(self.folder.checkpoint_path(step), self.model.module, self.cell.trainer)
             self.cell.publish(state["version"], state["weights_id"])
-            self.admission = Admission.from_state(state["admission"])
+            self._check_settings(state["admission"])
+            self.admission = Admission.from_state(state["admission"] | {"steps": self.config.line.steps})
+            self.folder.rewind(step)
             self.ledger = self.episodes.ledger = Ledger.from_dict(state["ledger"])
             self.next_group, self.next_task = state["next_group"], state["next_task"]
             self.skipped, self.replaced = state["skipped"], state["replaced"]
@@ -368,14 +388,29 @@ class Production:
             self._ledger_before = state["ledger_before"]
             self._counters_before = self._counters()
             self._elapsed_before = state["step_elapsed_s"]
+            self.cell.seconds.update(state["step_seconds"])
             self.metrics.extend(self.folder.metrics())
-        lost = max(0, generated - self.ledger.generated)
+        lost = max(0, self.folder.noted_generated() - self.ledger.generated)
         self.ledger.generate(lost)
         self.ledger.settle(Bucket.LOST, lost)
         self.observer.on_message(
             f"resuming {self.folder.path} at step {step or 0}"
             + (f"; {lost} tokens generated after it are lost" if lost else "")
         )
+        return step
+
+    def _check_settings(self, saved: dict[str, Any]) -> None:
+        """Refuse settings that the restored state contradicts. More steps than before are welcome."""
+        line = self.config.line
+        for name, now in (("groups_per_step", line.groups_per_step), ("max_staleness", line.max_staleness)):
+            if saved[name] != now:
+                raise UserError(
+                    f"line.{name} was {saved[name]} when this run was saved and is {now} now; a run keeps it to its end"
+                )
+        if line.steps < saved["version"]:
+            raise UserError(
+                f"line.steps = {line.steps}, but this run has completed {saved['version']} steps already"
+            )
 
 
 def token_rates(metrics: dict[str, Any]) -> tuple[float, float]:

@@ -5,6 +5,7 @@
     tensorboard/           the same scalars
     trajectories.jsonl     every trajectory that a step consumed
     checkpoints/step-N/    the state after N steps
+    tokens_generated       how many tokens the run has sampled, for the books after a crash
     failures/step-N.jsonl  the trajectories that stopped step N
     final/                 the trained model
 
@@ -55,6 +56,7 @@ CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
 CHECKPOINTS = "checkpoints"
+GENERATED = "tokens_generated"
 LOCK = ".lock"
 
 _CHECKPOINT_NAME = re.compile(r"step-(0|[1-9]\d*)")
@@ -74,6 +76,7 @@ class RunFolder:
         self.path = path
         self.config = config
         self._lock = lock
+        self._generated: int | None = None
         self._scalars: SummaryWriter | None = None
         self._purge_step: int | None = None
 
@@ -85,6 +88,7 @@ class RunFolder:
             UserError: the path exists already or cannot be written.
         """
         path = Path(path).absolute()
+        cls.refuse_existing(path)
         try:
             with atomic_folder(path, replace=False) as temporary:
                 (temporary / CONFIG).write_text(tomli_w.dumps(config.to_dict()), encoding="utf-8")
@@ -134,11 +138,21 @@ class RunFolder:
             raise UserError(f"run folder {path} cannot be cleaned up: {error}; make it writable") from None
         return folder
 
+    @property
+    def complete(self) -> bool:
+        """Whether the run has done everything its settings ask for."""
+        measured = not self.config.eval.tasks or self.evaluation("after") is not None
+        return self.final_path.is_dir() and self.latest_checkpoint() == self.config.line.steps and measured
+
     @staticmethod
     def refuse_existing(path: str | Path) -> None:
         """Raise the `UserError` of `create` for a path that exists."""
+        path = Path(path).absolute()
         if os.path.lexists(path):
-            raise _exists(Path(path))
+            raise _exists(path)
+        blocked = next((parent for parent in path.parents if parent.exists() and not parent.is_dir()), None)
+        if blocked is not None:
+            raise UserError(f"run folder {path} cannot be made: {blocked} is a file; pick another --run-dir")
 
     @staticmethod
     def fresh(base: str | Path, stem: str) -> Path:
@@ -163,6 +177,9 @@ class RunFolder:
                 self._scalars.close()
         finally:
             self._scalars = None
+            if self._generated is not None:
+                os.close(self._generated)
+                self._generated = None
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
@@ -214,12 +231,8 @@ class RunFolder:
         with path.open("rb") as lines:
             return [line for raw in lines if (line := _decode(raw)) is not None]
 
-    def rewind(self, step: int) -> int:
+    def rewind(self, step: int) -> None:
         """Forget every log line of a later step, and a last line that a crash tore.
-
-        Returns:
-            The highest `tokens_generated_total` among kept and dropped metrics, or 0: what it exceeds the
-            restored count by was generated and lost.
 
         Raises:
             RunError: the disk refused.
@@ -229,18 +242,27 @@ class RunFolder:
             self._scalars = None
         # TensorBoard's files cannot be cut: the next writer tells it to hide the events from this step on.
         self._purge_step = step + 1
-        highest = 0
-
-        def keep(line: dict[str, Any]) -> bool:
-            nonlocal highest
-            total = line.get("tokens_generated_total")
-            highest = max(highest, total if isinstance(total, int) else 0)
-            return _step_of(line) <= step
-
         for name in (METRICS, TRAJECTORIES):
             with self._writing(name):
-                _filter_lines(self.path / name, keep)
-        return highest
+                _filter_lines(self.path / name, lambda line: _step_of(line) <= step)
+
+    def note_generated(self, tokens: int) -> None:
+        """Remember how many tokens the run has generated, so that a crash cannot hide what it loses.
+
+        Raises:
+            RunError: the disk refused.
+        """
+        with self._writing(GENERATED):
+            if self._generated is None:
+                self._generated = os.open(self.path / GENERATED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            # Always as long as before, so that no instant shows half of it.
+            os.pwrite(self._generated, f"{tokens:020d}\n".encode(), 0)
+
+    def noted_generated(self) -> int:
+        """The number last noted, 0 if there is none."""
+        path = self.path / GENERATED
+        text = path.read_text(encoding="ascii", errors="replace").strip() if path.exists() else ""
+        return int(text) if text.isdecimal() else 0
 
     def save_offenders(self, step: int, trajectories: Iterable[Trajectory], reason: str) -> Path:
         """Write the trajectories that stopped a step to `failures/step-N.jsonl`, the reason in each line.
@@ -266,14 +288,18 @@ class RunFolder:
             write_atomic(self.path / file, data.encode("utf-8", "replace"))
 
     def evaluation(self, name: str) -> Evaluation | None:
-        """A held-out evaluation that was kept, or None."""
+        """A held-out evaluation that was kept; None if there is none, or none that can be read."""
         path = self.path / f"evaluation-{name}.json"
         if not path.exists():
             return None
-        data = json.loads(path.read_text(encoding="utf-8"))
-        accuracy = float("nan") if data["accuracy"] is None else data["accuracy"]
-        tasks = [EvaluatedTask(**task) for task in data["tasks"]]
-        return Evaluation(data["step"], accuracy, tasks, data["failed"])
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            accuracy = float("nan") if data["accuracy"] is None else data["accuracy"]
+            tasks = [EvaluatedTask(**task) for task in data["tasks"]]
+            return Evaluation(data["step"], accuracy, tasks, data["failed"])
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("%s is not readable and is ignored: %s", path, error)
+            return None
 
     # Checkpoints
 

@@ -27,7 +27,7 @@ from headrace.models import (
 )
 from headrace.models.attention import ATTENTION
 from headrace.models.load import context_length, read_config
-from headrace.state.memory import available_mb, tune_allocator
+from headrace.state.machine import available_cores, available_mb, tune_allocator
 from headrace.state.weights import content_digest
 
 
@@ -73,7 +73,8 @@ def prepare(config: Config, model_path: Path | None = None, output: int | None =
             attn_implementation=ATTENTION,
         )
         engine = Engine(model, config.engine, content_digest(model.module))
-        check_prompt(engine, first_task)
+        for task in (first_task, *pool.test_tasks(config.eval.tasks)):
+            check_prompt(engine, task)
         return Workplace(config, pool, model, engine)
     except BaseException:
         pool.close()
@@ -82,9 +83,16 @@ def prepare(config: Config, model_path: Path | None = None, output: int | None =
 
 def set_threads(config: Config) -> int:
     """Use the threads that the settings ask for, or every core this process may run on."""
-    threads = config.line.threads or len(os.sched_getaffinity(0))
+    threads = config.line.threads or default_threads()
     torch.set_num_threads(threads)
     return threads
+
+
+def default_threads() -> int:
+    """`OMP_NUM_THREADS`, or the cores this process may use, whichever is less."""
+    cores = available_cores()
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    return min(cores, int(wanted)) if wanted.isdecimal() and int(wanted) > 0 else cores
 
 
 def check_prompt(engine: Engine, task: dict[str, Any]) -> list[int]:

@@ -78,9 +78,17 @@ def attention(
     """transformers' attention interface: [1, H, N, D] -> ([1, N, H, Dv], None)."""
     if _active is None:
         raise RuntimeError("this model attends through headrace: call it inside attention_backend(...)")
-    if position_bias is not None:
+    # No mask is built for this implementation: one that arrives is the architecture's own (Doge's dynamic mask).
+    for added, name in ((position_bias, "bias"), (attention_mask, "mask")):
+        if added is not None:
+            raise ModelError(
+                f"{type(module).__name__} adds a {name} of its own to its attention, "
+                "which headrace does not support"
+            )
+    if not getattr(module, "is_causal", True):
         raise ModelError(
-            f"{type(module).__name__} adds a bias to its attention, which headrace does not support"
+            f"{type(module).__name__} also attends to later tokens, as encoders do; "
+            "headrace trains decoder-only language models"
         )
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -89,7 +97,7 @@ def attention(
         sinks=s_aux,
     )
     output = _active.attend(module.layer_idx, query[0], key[0], value[0], options)
-    return output.transpose(0, 1).unsqueeze(0), None
+    return output.transpose(0, 1).contiguous().unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, attention)

@@ -8,6 +8,7 @@ Invariants
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,10 +117,13 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
 
     with quiet_transformers():
         try:
-            return AutoTokenizer.from_pretrained(path, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         # A damaged tokenizer file surfaces as whatever its parser raises, a bare Exception among them.
         except Exception as error:
             raise ModelError(f"{path}: its tokenizer cannot be loaded: {first_line(error)}") from error
+    # The engine checks a prompt's length against its context; the tokenizer would only add a warning of its own.
+    tokenizer.model_max_length = sys.maxsize
+    return tokenizer
 
 
 def refuse_unsupported(config: PreTrainedConfig, path: Path) -> None:
@@ -209,6 +213,10 @@ def _load_module(
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+            if "size mismatch" in str(error) or "mismatched" in str(error):
+                raise ModelError(
+                    f"{path}: its weights have other shapes than its config.json says; fetch or save the model again"
+                ) from error
             raise ModelError(f"{path}: cannot be loaded: {first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(

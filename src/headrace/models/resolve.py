@@ -262,7 +262,9 @@ def _models_folder() -> Path:
 
 def _unknown(text: str) -> str:
     if text.startswith((".", "/", "~")) or text.count("/") > 1 or text.endswith(".gguf"):
-        return f"{text}: no such file or folder"
+        return (
+            f"{text}: no such file or folder; give a Hugging Face folder, a GGUF file, an alias or a hub id"
+        )
     return (
         f"{text!r} is no model: no alias ({', '.join(_ALIASES)}), no folder or GGUF file here, and no hub id "
         f"(owner/name){_suggestion(text)}"

@@ -191,7 +191,7 @@ def _read_json(path: Path, name: str) -> dict[str, Any]:
 
 def _damaged(path: Path, what: str) -> UserError:
     return UserError(
-        f"checkpoint {path} is incomplete or damaged ({what}); resume from another one beside it"
+        f"checkpoint {path} is incomplete or damaged ({what}); remove that folder to go on from the one before it"
     )
 
 
@@ -207,7 +207,8 @@ def _previous(path: Path) -> str:
     """What is left to go on from, in words."""
     others = [
         folder
-        for folder in path.parent.glob("[!.]*")
+        for parent in (path.parent, path.parent / "checkpoints")
+        for folder in parent.glob("[!.]*")
         if (folder / MANIFEST).is_file() and (folder / OPTIMIZER).is_file()
     ]
     if not others:

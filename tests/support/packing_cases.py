@@ -7,14 +7,17 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from headrace.config import AlgorithmConfig
+from headrace.config import AlgorithmConfig, TrainerConfig
+from headrace.trainer import Trainer
 from headrace.types import Trajectory, TrajectoryId
 
 VOCABULARY = 61
+TOLERANCE = 1e-9
 
 
 def exact_norms(module: nn.Module) -> nn.Module:
@@ -133,14 +136,15 @@ def plain_attention(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     length = query.shape[2]
-    for i in range(length):
-        for j in range(length):
-            if j > i or (sliding_window is not None and i - j >= sliding_window):
-                scores[:, :, i, j] = -math.inf
+    hidden = [
+        [j > i or (sliding_window is not None and i - j >= sliding_window) for j in range(length)]
+        for i in range(length)
+    ]
+    scores = scores.masked_fill(torch.tensor(hidden), -math.inf)
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.reshape(1, -1, 1, 1).expand(1, -1, length, 1)], -1)
     weights = scores.softmax(-1)[..., :length]
-    return (weights @ value).transpose(1, 2), None
+    return (weights @ value).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register("plain_for_tests", plain_attention)
@@ -196,3 +200,34 @@ def plain_loss(
             sequence_means.append(sum(terms) / len(terms))
     values = all_tokens if config.loss_aggregation == "token" else sequence_means
     return sum(values) / len(values)
+
+
+def make_trainer(
+    module: nn.Module, reference: nn.Module | None = None, tokens: int = 64, **settings: Any
+) -> Trainer:
+    config = AlgorithmConfig(**settings)
+    return Trainer(module, config, TrainerConfig(micro_batch_tokens=tokens), 10, reference)
+
+
+def assert_equal_gradients(
+    trainer: Trainer,
+    groups: Sequence[Sequence[Trajectory]],
+    implementation: str = "sdpa",
+    tolerance: float = TOLERANCE,
+) -> None:
+    """The loss and every gradient that the trainer takes of `groups` are those of `plain_loss`."""
+    module = trainer.module
+    result = trainer.accumulate(groups, version=0, max_staleness=0)
+    packed = {
+        name: p.grad / result.denominator for name, p in module.named_parameters() if p.grad is not None
+    }
+    module.zero_grad()
+    loss = plain_loss(module, groups, trainer.config, trainer.reference, implementation)
+    loss.backward()
+    unpacked = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+    assert packed.keys() == unpacked.keys()
+    assert result.loss_sum / result.denominator == pytest.approx(loss.item(), abs=tolerance)
+    assert max(gradient.abs().max().item() for gradient in unpacked.values()) > 1e-3
+    for name, gradient in unpacked.items():
+        assert (packed[name] - gradient).abs().max() < tolerance, name
+    module.zero_grad()

@@ -1,9 +1,12 @@
-"""What this process takes and what the machine has left, and glibc's allocator set for large tensors."""
+"""What this process takes, what the machine lets it have, and glibc's allocator set for large tensors."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
+import os
+from pathlib import Path
 
 import psutil
 
@@ -32,3 +35,18 @@ def resident_mb() -> float:
 def available_mb() -> float:
     """Memory that can be had without swapping, in MB."""
     return psutil.virtual_memory().available / 2**20
+
+
+def available_cores() -> int:
+    """CPU cores that this process may use: its affinity, and a container's quota."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _quota_cores(Path("/sys/fs/cgroup/cpu.max"))))
+
+
+def _quota_cores(file: Path) -> int:
+    """Cores' worth of time that a control group allows (cgroup v2's `cpu.max`: quota and period, or "max")."""
+    try:
+        quota, period = file.read_text(encoding="ascii").split()
+        return math.ceil(int(quota) / int(period))
+    except (OSError, ValueError, ZeroDivisionError):  # no such file, or no limit
+        return 1 << 30
