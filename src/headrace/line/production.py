@@ -345,6 +345,7 @@ class Production:
         step = self.admission.version
         state = {
             "version": step,
+            "group_size": self.config.algorithm.group_size,
             "weights_id": self.cell.weights_id,
             "admission": self.admission.state_dict(),
             "ledger": self.ledger.to_dict(),
@@ -375,7 +376,7 @@ class Production:
         else:
             state = load_checkpoint(self.folder.checkpoint_path(step), self.model.module, self.cell.trainer)
             self.cell.publish(state["version"], state["weights_id"])
-            self._check_settings(state["admission"])
+            self._check_settings(state)
             self.admission = Admission.from_state(state["admission"] | {"steps": self.config.line.steps})
             self.folder.rewind(step)
             self.ledger = self.episodes.ledger = Ledger.from_dict(state["ledger"])
@@ -402,10 +403,15 @@ class Production:
     def _check_settings(self, saved: dict[str, Any]) -> None:
         """Refuse settings that the restored state contradicts. More steps than before are welcome."""
         line = self.config.line
-        for name, now in (("groups_per_step", line.groups_per_step), ("max_staleness", line.max_staleness)):
-            if saved[name] != now:
+        kept = {
+            "line.groups_per_step": (saved["admission"]["groups_per_step"], line.groups_per_step),
+            "line.max_staleness": (saved["admission"]["max_staleness"], line.max_staleness),
+            "algorithm.group_size": (saved["group_size"], self.config.algorithm.group_size),
+        }
+        for name, (then, now) in kept.items():
+            if then != now:
                 raise UserError(
-                    f"line.{name} was {saved[name]} when this run was saved and is {now} now; a run keeps it to its end"
+                    f"{name} was {then} when this run was saved and is {now} now; a run keeps it to its end"
                 )
         if line.steps < saved["version"]:
             raise UserError(

@@ -1,0 +1,124 @@
+"""Resuming where something is missing, changed or already done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from line_cases import KillAt, Killed, check_books, environment_file, lines_of, settings
+
+from headrace.config import Config
+from headrace.errors import LineStuckError, UserError
+from headrace.line import Line, Observer
+from headrace.line.run_folder import RunFolder
+
+
+class StopAfter(Observer):
+    """Stops a line after some of its units of work."""
+
+    def __init__(self, line: Line, units: int) -> None:
+        self.line, self.units = line, units
+
+    def on_status(self, status: object) -> None:
+        self.units -= 1
+        if self.units == 0:
+            self.line.stop()
+
+
+def interrupted(config: Config, run_dir: Path, units: int = 12) -> None:
+    line = Line.from_config(config, run_dir)
+    assert line.run(StopAfter(line, units)).interrupted
+
+
+def edit(run_dir: Path, old: str, new: str) -> None:
+    path = run_dir / "config.toml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_without_the_first_evaluation(tmp_path: Path, torn: bool) -> None:
+    """It cannot be made up for: the weights have been trained."""
+    config = settings(eval={"tasks": 2}, line={"steps": 5}, sampling={"max_tokens": 12})
+    interrupted(config, tmp_path / "run")
+    path = tmp_path / "run" / "evaluation-before.json"
+    path.write_text('{"step": 0, "accur') if torn else path.unlink()
+    result = Line.resume(tmp_path / "run").run()
+    assert result.before is None
+    assert result.after is not None
+    check_books(tmp_path / "run", config)
+
+
+def test_more_steps_than_before(tmp_path: Path) -> None:
+    config = settings(line={"steps": 3})
+    Line.from_config(config, tmp_path / "run").run()
+    with RunFolder.open(tmp_path / "run", read_only=True) as folder:
+        assert folder.complete
+    edit(tmp_path / "run", "steps = 3", "steps = 5")
+    with RunFolder.open(tmp_path / "run", read_only=True) as folder:
+        assert not folder.complete
+    Line.resume(tmp_path / "run").run()
+    check_books(tmp_path / "run", settings(line={"steps": 5}))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("groups_per_step = 2", "groups_per_step = 3", "groups_per_step was 2"),
+        ("max_staleness = 1", "max_staleness = 0", "max_staleness was 1"),
+        ("group_size = 2", "group_size = 4", "group_size was 2"),
+        ("steps = 5", "steps = 1", "has completed"),
+    ],
+)
+def test_settings_that_contradict_the_checkpoint(tmp_path: Path, old: str, new: str, message: str) -> None:
+    interrupted(settings(line={"steps": 5}, sampling={"max_tokens": 12}), tmp_path / "run", units=20)
+    edit(tmp_path / "run", old, new)
+    with pytest.raises(UserError, match=message):
+        Line.resume(tmp_path / "run").run()
+
+
+def test_tokens_lost_in_two_crashes_in_a_row_are_counted_once(tmp_path: Path) -> None:
+    config = settings(line={"steps": 5, "checkpoint_every": 0}, sampling={"max_tokens": 12})
+    with pytest.raises(Killed):
+        Line.from_config(config, tmp_path / "run").run(KillAt(25))
+    with RunFolder.open(tmp_path / "run", read_only=True) as folder:
+        generated = folder.noted_generated()
+    with pytest.raises(Killed):
+        Line.resume(tmp_path / "run").run(KillAt(0))
+    Line.resume(tmp_path / "run").run()
+    check_books(tmp_path / "run", config)
+    metrics = lines_of(tmp_path / "run", "metrics.jsonl")
+    assert sum(m["ledger_lost"] for m in metrics) == generated > 0
+
+
+def test_a_run_whose_environment_falls_silent_keeps_its_state(tmp_path: Path) -> None:
+    name = environment_file(
+        tmp_path,
+        """
+    def tasks(self, split):
+        return [{"prompt": f"task {i}"} for i in range(50)]
+
+    def reward(self, task, completion):
+        if completion and Path(__file__).with_name("silent").exists():
+            time.sleep(60)
+        return float(len(completion) % 3)
+""",
+        imports="import time\nfrom pathlib import Path",
+    )
+    config = settings(
+        environment={"name": name, "timeout_s": 50},
+        line={"steps": 6, "checkpoint_every": 0, "wait_timeout_s": 1.0},
+    )
+
+    class FallSilent(Observer):
+        def on_step(self, metrics: object) -> None:
+            (tmp_path / "silent").touch()
+
+    with pytest.raises(LineStuckError, match="--resume"):
+        Line.from_config(config, tmp_path / "run").run(FallSilent())
+    with RunFolder.open(tmp_path / "run", read_only=True) as folder:
+        assert folder.latest_checkpoint()
+    (tmp_path / "silent").unlink()
+    Line.resume(tmp_path / "run").run()
+    check_books(tmp_path / "run", config)
