@@ -228,7 +228,8 @@ class LineConfig(Section):
         None,
         ge=1,
         le=1024,
-        description="CPU threads; by default every core this process may use, or `OMP_NUM_THREADS`.",
+        description="CPU threads; by default every core this process may use (or `OMP_NUM_THREADS`), and fewer while "
+        "other processes use them.",
     )
 
 

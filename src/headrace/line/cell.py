@@ -16,8 +16,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
+
 from headrace.engine import Engine, TokenEvent
-from headrace.schedule import DecodeCost, Unit
+from headrace.schedule import DecodeCost, ThreadShare, Unit
+from headrace.state.machine import cpu_seconds_of_others
 from headrace.state.weights import mint
 from headrace.trainer import GradientResult, StepResult, Trainer
 from headrace.types import Trajectory
@@ -43,6 +46,12 @@ class Cell:
         self.weights_id = engine.weights_id
         self.decode_cost = DecodeCost()
         self.seconds: dict[str, float] = defaultdict(float)
+
+    def adapt_threads(self, share: ThreadShare) -> None:
+        """Compute with as many threads as other processes leave cores for."""
+        before = share.threads
+        if share.observe(time.monotonic(), cpu_seconds_of_others()) != before:
+            torch.set_num_threads(share.threads)
 
     def decode(self) -> list[TokenEvent]:
         """A Decode unit: a few engine steps."""

@@ -13,9 +13,12 @@ Invariants
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from headrace.errors import EnvironmentFailure, LineStuckError, NonFiniteError, RunError, UserError
 from headrace.line.agreement import Agreement
@@ -26,7 +29,16 @@ from headrace.line.metrics import step_metrics
 from headrace.line.observer import Evaluation, LineResult, LineStatus, Observer
 from headrace.line.run_folder import RunFolder
 from headrace.line.setup import Workplace, check_prompt
-from headrace.schedule import Admission, Bucket, Ledger, LineState, Unit, next_unit, worth_starting
+from headrace.schedule import (
+    Admission,
+    Bucket,
+    Ledger,
+    LineState,
+    ThreadShare,
+    Unit,
+    next_unit,
+    worth_starting,
+)
 from headrace.trainer import TokenStatistics, Trainer, load_checkpoint, save_checkpoint
 from headrace.types import Group, Trajectory
 
@@ -57,6 +69,9 @@ class Production:
         reference = copy.deepcopy(self.model.module) if config.algorithm.kl_coef > 0 else None
         trainer = Trainer(self.model.module, config.algorithm, config.trainer, config.line.steps, reference)
         self.cell = Cell(self.engine, trainer, config.line.decode_steps)
+        # A number of threads that the settings give is kept; otherwise it follows what the machine has left.
+        cores = len(os.sched_getaffinity(0))
+        self.threads = None if config.line.threads else ThreadShare(cores, torch.get_num_threads())
         self.admission = Admission(config.line.steps, config.line.groups_per_step, config.line.max_staleness)
         self.ledger = Ledger()
         self.episodes = Episodes(config, self.engine, self.pool, self.ledger, observer.on_message)
@@ -110,6 +125,8 @@ class Production:
         self._admit()
         state = self._state()
         unit = next_unit(state)
+        if self.threads is not None:
+            self.cell.adapt_threads(self.threads)
         self.observer.on_status(self._status(unit))
         try:
             match unit:
@@ -256,7 +273,8 @@ class Production:
             settled={bucket: books[bucket] - self._ledger_before[bucket] for bucket in Bucket},
             tokens_generated=books["generated"] - self._ledger_before["generated"],
             tokens_generated_total=books["generated"],
-            counters={name: counters[name] - self._counters_before[name] for name in counters},
+            counters={name: counters[name] - self._counters_before[name] for name in counters}
+            | {"threads": torch.get_num_threads()},
         )
         self._step_started, self._elapsed_before = now, 0.0
         self.agreement.statistics = TokenStatistics()

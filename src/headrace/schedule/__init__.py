@@ -7,6 +7,7 @@ decisions.
 from headrace.schedule.admission import Admission
 from headrace.schedule.ledger import Bucket, Ledger
 from headrace.schedule.matching import DecodeCost, LineState, Unit, next_unit, worth_starting
+from headrace.schedule.threads import ThreadShare
 
 __all__ = [
     "Admission",
@@ -14,6 +15,7 @@ __all__ = [
     "DecodeCost",
     "Ledger",
     "LineState",
+    "ThreadShare",
     "Unit",
     "next_unit",
     "worth_starting",

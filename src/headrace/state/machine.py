@@ -37,6 +37,17 @@ def available_mb() -> float:
     return psutil.virtual_memory().available / 2**20
 
 
+def cpu_seconds_of_others() -> float:
+    """CPU seconds that other processes have used on this process's cores since the machine started."""
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    times = psutil.cpu_times(percpu=True)
+    busy = sum(
+        times[core].user + times[core].nice + times[core].system for core in cores if core < len(times)
+    )
+    own = psutil.Process().cpu_times()
+    return busy - own.user - own.system
+
+
 def available_cores() -> int:
     """CPU cores that this process may use: its affinity, and a container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
