@@ -13,7 +13,6 @@ Invariants
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +38,7 @@ from headrace.schedule import (
     next_unit,
     worth_starting,
 )
+from headrace.state.machine import core_numbers
 from headrace.trainer import TokenStatistics, Trainer, load_checkpoint, save_checkpoint
 from headrace.types import Group, Trajectory
 
@@ -70,8 +70,8 @@ class Production:
         trainer = Trainer(self.model.module, config.algorithm, config.trainer, config.line.steps, reference)
         self.cell = Cell(self.engine, trainer, config.line.decode_steps)
         # A number of threads that the settings give is kept; otherwise it follows what the machine has left.
-        cores = len(os.sched_getaffinity(0))
-        self.threads = None if config.line.threads else ThreadShare(cores, torch.get_num_threads())
+        share = ThreadShare(len(core_numbers()), torch.get_num_threads())
+        self.threads = None if config.line.threads else share
         self.admission = Admission(config.line.steps, config.line.groups_per_step, config.line.max_staleness)
         self.ledger = Ledger()
         self.episodes = Episodes(config, self.engine, self.pool, self.ledger, observer.on_message)
@@ -284,7 +284,7 @@ class Production:
         self.folder.append_metrics(metrics)
         self.metrics.append(metrics)
         self.observer.on_step(metrics)
-        if metrics["zero_advantage_groups"] == len(groups):
+        if not result.updated:
             self.observer.on_message(
                 f"step {step} taught nothing: within each group all rewards were equal. Now and then that is fine; "
                 "if it goes on, the tasks are too easy or too hard, or the reward needs partial credit"

@@ -39,19 +39,22 @@ def available_mb() -> float:
 
 def cpu_seconds_of_others() -> float:
     """CPU seconds that other processes have used on this process's cores since the machine started."""
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     times = psutil.cpu_times(percpu=True)
-    busy = sum(
-        times[core].user + times[core].nice + times[core].system for core in cores if core < len(times)
-    )
+    used = [times[core] for core in core_numbers() if core < len(times)]
     own = psutil.Process().cpu_times()
-    return busy - own.user - own.system
+    return sum(core.user + core.nice + core.system for core in used) - own.user - own.system
 
 
 def available_cores() -> int:
     """CPU cores that this process may use: its affinity, and a container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, _quota_cores(Path("/sys/fs/cgroup/cpu.max"))))
+    return max(1, min(len(core_numbers()), _quota_cores(Path("/sys/fs/cgroup/cpu.max"))))
+
+
+def core_numbers() -> list[int]:
+    """The cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
 
 
 def _quota_cores(file: Path) -> int:
