@@ -68,7 +68,7 @@ def test_more_steps_than_before(tmp_path: Path) -> None:
         ("groups_per_step = 2", "groups_per_step = 3", "groups_per_step was 2"),
         ("max_staleness = 1", "max_staleness = 0", "max_staleness was 1"),
         ("group_size = 2", "group_size = 4", "group_size was 2"),
-        ("steps = 5", "steps = 1", "has completed"),
+        ("steps = 5", "steps = 1", "is too few"),
     ],
 )
 def test_settings_that_contradict_the_checkpoint(tmp_path: Path, old: str, new: str, message: str) -> None:

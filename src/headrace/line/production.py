@@ -431,9 +431,12 @@ class Production:
                 raise UserError(
                     f"{name} was {then} when this run was saved and is {now} now; a run keeps it to its end"
                 )
-        if line.steps < saved["version"]:
+        state = saved["admission"]
+        started = state["consumed"] + len(state["outstanding"])
+        if line.steps * line.groups_per_step < started:
             raise UserError(
-                f"line.steps = {line.steps}, but this run has completed {saved['version']} steps already"
+                f"line.steps = {line.steps} is too few: this run has completed {state['version']} steps and started "
+                f"groups for {-(-started // line.groups_per_step)}"
             )
 
 
