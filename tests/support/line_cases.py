@@ -112,6 +112,8 @@ class ChosenPool:
 
     def wait(self, timeout_s: float) -> list[RewardReply]:
         index = self.choose(len(self.requests))
+        if index is None and timeout_s < 1:
+            return []
         return [self._answer(0 if index is None else index)]
 
     def close(self) -> None:

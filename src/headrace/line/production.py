@@ -45,6 +45,9 @@ from headrace.types import Group, Trajectory
 REPORT_WAIT_S = 10.0
 """A wait says what it waits for this often."""
 
+PROMPT_ANSWER_S = 0.05
+"""An environment that answers within this is waited for rather than run ahead of: that would only cost staleness."""
+
 REPLACED_LIMIT = 10
 """With `zero_advantage = "replace"`, at most this many times B groups are replaced in one step; further ones count."""
 
@@ -118,9 +121,7 @@ class Production:
 
     def _advance(self) -> None:
         """Everything between two units of work, and one unit."""
-        self._admit()
-        for reply in self.pool.poll():
-            self.episodes.on_reply(reply)
+        self._take_replies()
         self._settle_finished()
         self._admit()
         state = self._state()
@@ -146,6 +147,18 @@ class Production:
                 self.admission.version + 1, [t for t in offenders if t is not None], str(error)
             )
             raise NonFiniteError(f"{error}; the trajectories that caused it are in {path}") from error
+
+    def _take_replies(self) -> None:
+        """Take what the environments have answered; an idle engine waits a moment for what is about to come."""
+        for reply in self.pool.poll():
+            self.episodes.on_reply(reply)
+        while self.episodes.at_environment and not self.engine.num_unfinished and not self._pending:
+            with self.cell.booked(Unit.WAIT):
+                replies = self.pool.wait(PROMPT_ANSWER_S)
+            if not replies:
+                return
+            for reply in replies:
+                self.episodes.on_reply(reply)
 
     def _admit(self) -> None:
         """Start groups while the bound allows it and the line gains by it."""
