@@ -19,6 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from headrace.models import LoadedModel
 from headrace.models.attention import ATTENTION
+from headrace.models.indexer import use_indexers
 from headrace.models.load import context_length
 
 CONTEXT = 128
@@ -69,6 +70,23 @@ class Architecture:
 
 
 WINDOW = frozenset({"sliding_window"})
+SPARSE = frozenset({"selection"})
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+# Many heads: where all of them score 0, keys tie, and which of those transformers takes is a matter of chance.
+INDEXER: dict[str, Any] = {"index_topk": 8, "index_n_heads": 16, "index_head_dim": 8}
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", {"head_dim": 8}),
     "mistral": Architecture("mistral", {"head_dim": 8, "sliding_window": 6}, WINDOW),
@@ -113,22 +131,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         },
         exact=False,
     ),
-    "deepseek-v3": Architecture(
-        "deepseek_v3",
-        {
-            "num_key_value_heads": 4,
-            "q_lora_rank": 16,
-            "kv_lora_rank": 12,
-            "qk_rope_head_dim": 4,
-            "qk_nope_head_dim": 8,
-            "v_head_dim": 6,
-            "n_routed_experts": 4,
-            "n_group": 2,
-            "topk_group": 1,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-        },
+    "deepseek-v3": Architecture("deepseek_v3", LATENT, exact=False),
+    "deepseek-v3.2": Architecture("deepseek_v32", LATENT | INDEXER, SPARSE, exact=False),
+    "glm-moe-dsa": Architecture(
+        "glm_moe_dsa",
+        LATENT | INDEXER | {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]},
+        SPARSE,
         exact=False,
     ),
     "minimax-m2": Architecture(
@@ -214,6 +222,7 @@ def for_engine(plain: PreTrainedModel) -> LoadedModel:
     """A copy of the model as the engine wants it, without an end of sequence."""
     module = copy.deepcopy(plain)
     module.set_attn_implementation(ATTENTION)
+    use_indexers(module)
     return LoadedModel(
         module=module,
         tokenizer=loaded("tiny-random", "float64", ATTENTION).tokenizer,

@@ -92,7 +92,7 @@ def test_every_option_reaches_the_attention_and_matters(name: str, monkeypatch: 
     attend = SlotAttention.attend
     seen: set[str] = set()
     expected = run_mixed(name)
-    for option in ("sliding_window", "softcap", "sinks"):
+    for option in ("sliding_window", "softcap", "sinks", "selection"):
 
         def without(self, layer, query, key, value, options, option=option):  # type: ignore[no-untyped-def]
             if getattr(options, option) is not None:

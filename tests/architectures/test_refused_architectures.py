@@ -22,21 +22,25 @@ NO_INTERFACE = "does not use transformers' attention interface; not supported"
 
 
 def layers_of(kinds: str) -> str:
-    return f"has layers of type {kinds}; headrace runs models whose layers are all full or sliding-window attention"
+    return (
+        f"has layers of type {kinds}; headrace runs models whose layers are all full or sliding-window attention, "
+        "or the sparse attention of DeepSeek-V3.2 and GLM-5"
+    )
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     **dict.fromkeys(["bart", "mt5", "t5", "t5gemma", "whisper"], ({}, ENCODER_DECODER)),
     **dict.fromkeys(
         [
-            "bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear",
-            "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-            "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
+            "bailing_hybrid", "bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba",
+            "kimi_linear", "mamba", "mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
+            "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2",
         ],
         ({}, RECURRENT),
     ),
-    "deepseek_v32": ({}, layers_of("indexed_attention")),
-    "glm_moe_dsa": ({}, layers_of("indexed_attention")),
+    "axk2": ({}, layers_of("indexed_attention")),
+    "dots3_note_text": ({}, layers_of("indexed_attention")),
+    "hy_v4": ({}, layers_of("indexed_attention")),
     "lfm2": ({"num_hidden_layers": 3, "full_attn_idxs": [2]}, layers_of("conv")),
     "lfm2_moe": (
         {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from headrace.engine.slots import KVSlots, LayerShape, bytes_per_token
 
-SHAPES = [LayerShape(2, 4, 2, 4), LayerShape(1, 4, 1, 6), LayerShape(3, 8, 3, 8)]
+SHAPES = [LayerShape(2, 4, 2, 4), LayerShape(1, 4, 1, 6), LayerShape(3, 8, 3, 8, index_dim=4)]
 CONTEXT, SLOTS = 12, 5
 
 
@@ -21,11 +21,14 @@ def fill(slots: KVSlots, slot: int, start: int, stop: int, value: float) -> None
     for layer in range(len(SHAPES)):
         slots.keys[layer][slot, :, start:stop] = value + layer
         slots.values[layer][slot, :, start:stop] = value + layer + 0.5
+    slots.index_keys[2][slot, :, start:stop] = value + 0.25
 
 
 def holds(slots: KVSlots, slot: int, rows: list[float]) -> bool:
     expected = torch.tensor(rows, dtype=torch.float64)
-    return all(
+    return bool(
+        (slots.index_keys[2][slot, :, : len(rows)] == (expected + 0.25)[None, :, None]).all()
+    ) and all(
         bool((slots.keys[layer][slot, :, : len(rows)] == (expected + layer)[None, :, None]).all())
         and bool((slots.values[layer][slot, :, : len(rows)] == (expected + layer + 0.5)[None, :, None]).all())
         for layer in range(len(SHAPES))
@@ -34,11 +37,12 @@ def holds(slots: KVSlots, slot: int, rows: list[float]) -> bool:
 
 def test_planes_of_one_width_share_a_buffer_without_overlap() -> None:
     slots = make()
-    assert [tuple(buffer.shape[:2]) for buffer in slots._buffers.values()] == [(5, 5), (5, 1), (5, 6)]
+    assert [tuple(buffer.shape[:2]) for buffer in slots._buffers.values()] == [(5, 6), (5, 1), (5, 6)]
+    assert [keys is None for keys in slots.index_keys] == [True, True, False]
     slots.take()
     fill(slots, 0, 0, CONTEXT, 100.0)
     assert holds(slots, 0, [100.0] * CONTEXT)
-    assert bytes_per_token(SHAPES, torch.float64) == (2 * 4 + 2 * 4 + 4 + 6 + 3 * 8 + 3 * 8) * 8
+    assert bytes_per_token(SHAPES, torch.float64) == (2 * 4 + 2 * 4 + 4 + 6 + 3 * 8 + 3 * 8 + 4) * 8
 
 
 @given(

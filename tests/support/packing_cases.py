@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
+from transformers.masking_utils import sdpa_mask
 
 from headrace.config import AlgorithmConfig, TrainerConfig
 from headrace.trainer import Trainer
@@ -127,9 +128,13 @@ def plain_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Dense causal attention over one sequence in the inputs' own precision (transformers' uses float32)."""
+    """Dense causal attention over one sequence in the inputs' own precision (transformers' uses float32).
+
+    `indices` [1, N, K] are the keys that transformers' own indexer selected for each query.
+    """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -141,6 +146,9 @@ def plain_attention(
         for i in range(length)
     ]
     scores = scores.masked_fill(torch.tensor(hidden), -math.inf)
+    if indices is not None:
+        left_out = torch.ones(length, length, dtype=torch.bool).scatter(-1, indices[0].long(), False)
+        scores = scores.masked_fill(left_out, -math.inf)
     if s_aux is not None:
         scores = torch.cat([scores, s_aux.reshape(1, -1, 1, 1).expand(1, -1, length, 1)], -1)
     weights = scores.softmax(-1)[..., :length]
@@ -148,6 +156,7 @@ def plain_attention(
 
 
 AttentionInterface.register("plain_for_tests", plain_attention)
+AttentionMaskInterface.register("plain_for_tests", sdpa_mask)  # read by indexers only
 
 
 def plain_logprobs(module: nn.Module, sample: Trajectory, implementation: str = "sdpa") -> list[Tensor]:

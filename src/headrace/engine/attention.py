@@ -7,14 +7,23 @@ Invariants
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
 
 from headrace.engine.slots import KVSlots, LayerShape
 from headrace.errors import ModelError
-from headrace.models.attention import AttentionOptions, dense_attention, visible
+from headrace.models.attention import (
+    AttentionOptions,
+    Selection,
+    best_keys,
+    dense_attention,
+    narrowed,
+    visible,
+)
 
 _GATHER_BELOW = 0.6
 """When fewer than this share of the slot range decodes, K and V are gathered instead of computing on the holes."""
@@ -65,13 +74,42 @@ class SlotAttention:
             else:
                 self.row_positions = self.positions
 
+    def select(self, layer: int, query: Tensor, key: Tensor, weights: Tensor, top_k: int) -> Selection:
+        """One mask for the decoding sequences, then one per chunk."""
+        keys = self.slots.index_keys[layer]
+        assert keys is not None
+        masks = []
+        if self.decodes:
+            self._write(keys, key)
+            masks.append(
+                best_keys(
+                    self._rows(query), self._past(keys), self._rows(weights), self._decode_mask(None), top_k
+                )
+            )
+        for chunk in self.chunks:
+            rows = slice(chunk.row, chunk.row + chunk.stop - chunk.start)
+            keys[chunk.slot, :, chunk.start : chunk.stop] = key[:, rows]
+            masks.append(
+                best_keys(
+                    query[None, :, rows],
+                    keys[None, chunk.slot, :, : chunk.stop],
+                    weights[None, :, rows],
+                    self._chunk_mask(chunk, None),
+                    top_k,
+                )
+            )
+        return Selection(tuple(masks))
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
         keys, values = self.slots.keys[layer], self.slots.values[layer]
+        selected: Iterator[Tensor | None] = (
+            repeat(None) if options.selection is None else iter(options.selection.masks)
+        )
         outputs = []
         if self.decodes:
-            outputs.append(self._decode(keys, values, query, key, value, options))
+            outputs.append(self._decode(keys, values, query, key, value, options, next(selected)))
         for chunk in self.chunks:
             rows = slice(chunk.row, chunk.row + chunk.stop - chunk.start)
             keys[chunk.slot, :, chunk.start : chunk.stop] = key[:, rows]
@@ -81,7 +119,7 @@ class SlotAttention:
                     query[None, :, rows],
                     keys[None, chunk.slot, :, : chunk.stop],
                     values[None, chunk.slot, :, : chunk.stop],
-                    self._chunk_mask(chunk, options.sliding_window),
+                    narrowed(self._chunk_mask(chunk, options.sliding_window), next(selected)),
                     options,
                 )[0]
             )
@@ -95,25 +133,35 @@ class SlotAttention:
         key: Tensor,
         value: Tensor,
         options: AttentionOptions,
+        selected: Tensor | None,
     ) -> Tensor:
-        count = self.decodes
-        keys[self.slot_index, :, self.positions] = key[:, :count].transpose(0, 1)
-        values[self.slot_index, :, self.positions] = value[:, :count].transpose(0, 1)
-        rows = query[:, :count].transpose(0, 1).unsqueeze(2)
-        if self.dense:
-            k = keys[self.low : self.high, :, : self.longest]
-            v = values[self.low : self.high, :, : self.longest]
-            if not self.identity_order:
-                spread = rows.new_zeros(self.high - self.low, *rows.shape[1:])
-                spread[self.slot_index - self.low] = rows
-                rows = spread
-        else:
-            k = keys[self.slot_index, :, : self.longest]
-            v = values[self.slot_index, :, : self.longest]
-        output = dense_attention(rows, k, v, self._decode_mask(options.sliding_window), options).squeeze(2)
+        self._write(keys, key)
+        self._write(values, value)
+        mask = narrowed(self._decode_mask(options.sliding_window), selected)
+        output = dense_attention(self._rows(query), self._past(keys), self._past(values), mask, options)
+        output = output.squeeze(2)
         if self.dense and not self.identity_order:
             output = output[self.slot_index - self.low]
         return output.transpose(0, 1)
+
+    def _write(self, planes: Tensor, states: Tensor) -> None:
+        """Put the decoding sequences' rows of `states` [heads, N, D] into the slots."""
+        planes[self.slot_index, :, self.positions] = states[:, : self.decodes].transpose(0, 1)
+
+    def _rows(self, states: Tensor) -> Tensor:
+        """The decoding sequences' rows of `states` [heads, N, D] as [R, heads, 1, D], beside `_past`."""
+        rows = states[:, : self.decodes].transpose(0, 1).unsqueeze(2)
+        if not self.dense or self.identity_order:
+            return rows
+        spread = rows.new_zeros(self.high - self.low, *rows.shape[1:])
+        spread[self.slot_index - self.low] = rows
+        return spread
+
+    def _past(self, planes: Tensor) -> Tensor:
+        """[R, heads, longest, D]: the slots that decode, with the holes between them where these are few."""
+        if self.dense:
+            return planes[self.low : self.high, :, : self.longest]
+        return planes[self.slot_index, :, : self.longest]
 
     def _decode_mask(self, window: int | None) -> Tensor:
         if window not in self._masks:
@@ -141,6 +189,11 @@ class LayerProbe:
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
         self.options: dict[int, AttentionOptions] = {}
+        self._index_dims: dict[int, int] = {}
+
+    def select(self, layer: int, query: Tensor, key: Tensor, weights: Tensor, top_k: int) -> Selection:
+        self._index_dims[layer] = key.shape[-1]
+        return Selection(())
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
@@ -149,6 +202,8 @@ class LayerProbe:
             raise ModelError(
                 f"layer {layer} of this model attends more than once in a forward; not supported"
             )
-        self.shapes[layer] = LayerShape(key.shape[0], key.shape[-1], value.shape[0], value.shape[-1])
+        self.shapes[layer] = LayerShape(
+            key.shape[0], key.shape[-1], value.shape[0], value.shape[-1], self._index_dims.get(layer, 0)
+        )
         self.options[layer] = options
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[-1])

@@ -1,8 +1,8 @@
 """The KV of running sequences: one contiguous slot per sequence.
 
-Each layer's keys and values are *planes*, one per KV head. Planes of equal width share a buffer of shape
-[slots, planes, capacity, D], so that moving a whole sequence is one strided copy. Memory is reserved at start
-but taken from the system only where it is written (CPU), and given back by `reclaim`.
+Each layer's keys and values are *planes*, one per KV head, and so are the keys of its indexer. Planes of equal
+width share a buffer of shape [slots, planes, capacity, D], so that moving a whole sequence is one strided copy. Memory
+is reserved at start but taken from the system only where it is written (CPU), and given back by `reclaim`.
 
 Invariants
 * Slots in use are always 0 … n-1: freeing a slot moves the last one into its place (`free` says so).
@@ -26,12 +26,13 @@ _ROW_PADDING = 16
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """KV heads and widths of one layer's keys and values."""
+    """KV heads and widths of one layer's keys and values. `index_dim` is the width of its indexer's keys, 0 without."""
 
     heads: int
     key_dim: int
     value_heads: int
     value_dim: int
+    index_dim: int = 0
 
 
 class KVSlots:
@@ -58,13 +59,16 @@ class KVSlots:
         self.lengths: list[int] = []
         self._touched = [0] * max_sequences
         planes: dict[int, int] = {}
-        places: list[tuple[int, int, int, int]] = []
+        places: list[tuple[slice, slice, slice]] = []
+
+        def place(dim: int, heads: int) -> slice:
+            start = planes.get(dim, 0)
+            planes[dim] = start + heads
+            return slice(start, start + heads)
+
         for shape in self.shapes:
-            key_start = planes.setdefault(shape.key_dim, 0)
-            planes[shape.key_dim] += shape.heads
-            value_start = planes.setdefault(shape.value_dim, 0)
-            planes[shape.value_dim] += shape.value_heads
-            places.append((shape.key_dim, key_start, shape.value_dim, value_start))
+            keys, values = place(shape.key_dim, shape.heads), place(shape.value_dim, shape.value_heads)
+            places.append((keys, values, place(shape.index_dim, 1) if shape.index_dim else slice(0)))
         rows = context_length + _ROW_PADDING
         self._maps: list[mmap.mmap | None] = []
         self._buffers: dict[int, Tensor] = {
@@ -74,9 +78,12 @@ class KVSlots:
         self.keys: list[Tensor] = []
         """Per layer [slots, heads, rows, D], a view."""
         self.values: list[Tensor] = []
-        for shape, (key_dim, key_start, value_dim, value_start) in zip(self.shapes, places, strict=True):
-            self.keys.append(self._buffers[key_dim][:, key_start : key_start + shape.heads])
-            self.values.append(self._buffers[value_dim][:, value_start : value_start + shape.value_heads])
+        self.index_keys: list[Tensor | None] = []
+        """Those of the layer's indexer, [slots, 1, rows, D]; None in layers without one."""
+        for shape, (keys, values, index_keys) in zip(self.shapes, places, strict=True):
+            self.keys.append(self._buffers[shape.key_dim][:, keys])
+            self.values.append(self._buffers[shape.value_dim][:, values])
+            self.index_keys.append(self._buffers[shape.index_dim][:, index_keys] if shape.index_dim else None)
 
     @property
     def used(self) -> int:
@@ -175,4 +182,6 @@ def _discard(mapping: mmap.mmap, start: int, stop: int) -> None:
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
     """KV bytes that one token takes over all layers."""
-    return sum(s.heads * s.key_dim + s.value_heads * s.value_dim for s in shapes) * dtype.itemsize
+    return (
+        sum(s.heads * s.key_dim + s.value_heads * s.value_dim + s.index_dim for s in shapes) * dtype.itemsize
+    )

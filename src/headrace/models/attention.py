@@ -6,6 +6,7 @@ the *backend* that is active: the engine's reads and writes KV slots, the traine
 Invariants
 * A forward outside `attention_backend(...)` raises; nothing falls back to another kind of attention.
 * transformers builds no mask for this implementation; the backend alone decides who sees whom.
+* Where an indexer selects keys (`models/indexer.py`), the same backend makes the selection and applies it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
 
 from headrace.errors import ModelError
 
@@ -26,21 +27,44 @@ ATTENTION = "headrace"
 """Name under which the function is registered."""
 
 
+_PLACEHOLDER = torch.zeros(1, 1, 1, 1)
+"""What architectures get that cut the mask to pieces before they attend; nobody reads its values."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The keys that each query of a layer attends to, as the backend's `select` found them.
+
+    `masks` are boolean, one for each block in which the backend computes, true where a query may look; None
+    where all queries of a block see everything that comes before them.
+    """
+
+    masks: tuple[Tensor | None, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
     """What an architecture asks of one layer's attention.
 
     `sinks` is one learned logit per head, shape [H] (gpt-oss); `sliding_window` counts the tokens a query sees,
-    itself included; `softcap` is c in c·tanh(x / c) (Gemma 2).
+    itself included; `softcap` is c in c·tanh(x / c) (Gemma 2); `selection` is what an indexer chose, in this layer
+    or in an earlier one that shares it.
     """
 
     scaling: float
     sliding_window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    selection: Selection | None = None
 
 
 class AttentionBackend(Protocol):
+    def select(self, layer: int, query: Tensor, key: Tensor, weights: Tensor, top_k: int) -> Selection:
+        """The `top_k` best keys (see `best_keys`) of each of a row's N tokens.
+
+        query [H, N, D], key [1, N, D], weights [H, N, 1] of the layer's indexer. Comes before the layer's `attend`.
+        """
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
@@ -73,11 +97,13 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Selection | Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: [1, H, N, D] -> ([1, N, H, Dv], None)."""
-    if _active is None:
-        raise RuntimeError("this model attends through headrace: call it inside attention_backend(...)")
+    backend = _backend()
+    if attention_mask is _PLACEHOLDER:
+        attention_mask = None
     # No mask is built for this implementation: one that arrives is the architecture's own (Doge's dynamic mask).
     for added, name in ((position_bias, "bias"), (attention_mask, "mask")):
         if added is not None:
@@ -90,17 +116,39 @@ def attention(
             f"{type(module).__name__} also attends to later tokens, as encoders do; "
             "headrace trains decoder-only language models"
         )
+    if indices is not None and not isinstance(indices, Selection):
+        raise ModelError(
+            f"{type(module).__name__} selects keys in a way of its own, which headrace does not support"
+        )
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        selection=indices,
     )
-    output = _active.attend(module.layer_idx, query[0], key[0], value[0], options)
+    output = backend.attend(module.layer_idx, query[0], key[0], value[0], options)
     return output.transpose(0, 1).contiguous().unsqueeze(0), None
 
 
+def select(layer: int, query: Tensor, key: Tensor, weights: Tensor, top_k: int) -> Selection:
+    """`AttentionBackend.select` of the active backend."""
+    return _backend().select(layer, query, key, weights, top_k)
+
+
+def _backend() -> AttentionBackend:
+    if _active is None:
+        raise RuntimeError("this model attends through headrace: call it inside attention_backend(...)")
+    return _active
+
+
+def _mask(*, config: PreTrainedConfig, **_: Any) -> Tensor | None:
+    """transformers' mask interface."""
+    return _PLACEHOLDER if "indexed_attention" in (getattr(config, "layer_types", None) or ()) else None
+
+
 AttentionInterface.register(ATTENTION, attention)
+AttentionMaskInterface.register(ATTENTION, _mask)
 
 
 def dense_attention(
@@ -154,3 +202,36 @@ def visible(query_positions: Tensor, key_positions: Tensor, sliding_window: int 
     distance = query_positions.unsqueeze(-1) - key_positions.unsqueeze(-2)
     allowed = distance >= 0
     return allowed if sliding_window is None else allowed & (distance < sliding_window)
+
+
+def narrowed(mask: Tensor | None, selected: Tensor | None) -> Tensor | None:
+    """What two masks both allow; None allows all."""
+    if mask is None or selected is None:
+        return selected if mask is None else mask
+    return mask & selected
+
+
+def best_keys(query: Tensor, key: Tensor, weights: Tensor, mask: Tensor | None, top_k: int) -> Tensor | None:
+    """Whether each key is among the `top_k` best of those that a query may see.
+
+    The score of a key is Σ_h w_h · max(0, q_h · k), taken at least in float32; of equal ones the earlier is the better,
+    so that the choice depends on nothing but the keys that are visible.
+
+    Args:
+        query: [B, H, T, D]; key: [B, 1, L, D]; weights: [B, H, T, 1].
+        mask: as in `dense_attention`.
+
+    Returns:
+        Boolean [B, 1, T, L], or None where there are no more than `top_k` keys.
+    """
+    if key.shape[2] <= top_k:
+        return None
+    precision = torch.promote_types(query.dtype, torch.float32)
+    products = torch.matmul(query.to(precision), key.to(precision).transpose(-1, -2)).relu_()
+    scores = products.mul_(weights.to(precision)).sum(dim=1, keepdim=True)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    worst = scores.topk(top_k, dim=-1).values[..., -1:]
+    better, equal = scores > worst, scores == worst
+    best = better | (equal & (equal.cumsum(dim=-1) <= top_k - better.sum(dim=-1, keepdim=True)))
+    return best if mask is None else best & mask

@@ -150,14 +150,21 @@ def refuse_unsupported(config: PreTrainedConfig, path: Path) -> None:
         raise ModelError(
             f"{path}: {kind} keeps a recurrent state (state space or linear attention); not supported"
         )
-    odd = sorted(set(getattr(text, "layer_types", None) or ()) - _LAYER_TYPES)
-    if odd:
+    if odd := unsupported_layers(text):
         raise ModelError(
             f"{path}: {kind} has layers of type {', '.join(odd)}; headrace runs models whose layers are all "
-            "full or sliding-window attention"
+            "full or sliding-window attention, or the sparse attention of DeepSeek-V3.2 and GLM-5"
         )
     if not model_class._supports_attention_backend:
         raise ModelError(f"{path}: {kind} does not use transformers' attention interface; not supported")
+
+
+def unsupported_layers(config: PreTrainedConfig) -> list[str]:
+    """The types of layers in which headrace cannot keep the tokens of different sequences apart."""
+    from headrace.models.indexer import ROTATIONS
+
+    known = _LAYER_TYPES | ({"indexed_attention"} if config.model_type in ROTATIONS else set())
+    return sorted(set(getattr(config, "layer_types", None) or ()) - known)
 
 
 def context_length(config: PreTrainedConfig) -> int:
@@ -182,7 +189,7 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: str) -> int:
     """Bytes of keys and values that one token keeps over all layers: 2·layers·KV heads·head size·bytes.
 
     Multi-head latent attention is counted as the attention interface receives it: expanded, with keys and
-    values of unequal size.
+    values of unequal size. Each layer with an indexer keeps one key more.
     """
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
@@ -191,7 +198,13 @@ def kv_bytes_per_token(config: PreTrainedConfig, dtype: str) -> int:
     else:
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         widths = 2 * (getattr(text, "num_key_value_heads", None) or heads) * head_dim
-    return text.num_hidden_layers * widths * DTYPES[dtype]
+    indexed = (getattr(text, "layer_types", None) or []).count("indexed_attention")
+    # Some of them may share the selection of an earlier layer.
+    indexers = getattr(text, "indexer_types", None)
+    index_widths = (indexed if indexers is None else indexers.count("full")) * getattr(
+        text, "index_head_dim", 0
+    )
+    return (text.num_hidden_layers * widths + index_widths) * DTYPES[dtype]
 
 
 def _load_module(
@@ -199,8 +212,9 @@ def _load_module(
 ) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    if attn_implementation == "headrace":
-        import headrace.models.attention  # noqa: F401  (registers the implementation)
+    # Importing this registers headrace's attention with transformers, too.
+    from headrace.models.indexer import use_indexers
+
     with quiet_transformers():
         try:
             module, info = AutoModelForCausalLM.from_pretrained(
@@ -223,6 +237,7 @@ def _load_module(
             f"{path}: {len(missing)} of {type(module).__name__}'s weights are missing, first {missing[0]}; "
             "fetch or save the model again"
         )
+    use_indexers(module)
     return module
 
 

@@ -18,7 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from headrace.errors import ModelError
-from headrace.models.attention import ATTENTION, AttentionOptions, attention_backend, dense_attention, visible
+from headrace.models.attention import (
+    ATTENTION,
+    AttentionOptions,
+    Selection,
+    attention_backend,
+    best_keys,
+    dense_attention,
+    narrowed,
+    visible,
+)
+from headrace.models.indexer import use_indexers
+from headrace.models.load import unsupported_layers
 
 SMALLEST_BUCKET = 16
 """Responses up to this length are padded to one another; longer ones at most to twice their length."""
@@ -82,6 +93,15 @@ class PackedAttention:
             inverse[gather[padded]] = padded  # the first occurrence is the token, later ones are padding
         self._inverse = torch.tensor(inverse, device=device)
 
+    def select(self, layer: int, query: Tensor, key: Tensor, weights: Tensor, top_k: int) -> Selection:
+        """One mask per piece."""
+        queries, keys, factors = self._blocks(query), self._blocks(key), self._blocks(weights)
+        masks = []
+        for index in range(len(self._pieces)):
+            mask = self._mask(index, None, query.device)
+            masks.append(best_keys(queries[index], self._seen(keys, index), factors[index], mask, top_k))
+        return Selection(tuple(masks))
+
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
@@ -91,16 +111,22 @@ class PackedAttention:
         self.calls += 1
         queries, keys, values = self._blocks(query), self._blocks(key), self._blocks(value)
         outputs = []
-        for index, piece in enumerate(self._pieces):
-            piece_key, piece_value = keys[index], values[index]
-            if piece.prompt is not None:
-                prompt_key, prompt_value = keys[piece.prompt], values[piece.prompt]
-                piece_key = torch.cat([prompt_key.expand(piece.batch, -1, -1, -1), piece_key], dim=2)
-                piece_value = torch.cat([prompt_value.expand(piece.batch, -1, -1, -1), piece_value], dim=2)
-            mask = self._mask(index, options.sliding_window, query.device)
-            output = dense_attention(queries[index], piece_key, piece_value, mask, options)
+        for index in range(len(self._pieces)):
+            mask: Tensor | None = self._mask(index, options.sliding_window, query.device)
+            if options.selection is not None:
+                mask = narrowed(mask, options.selection.masks[index])
+            output = dense_attention(
+                queries[index], self._seen(keys, index), self._seen(values, index), mask, options
+            )
             outputs.append(output.transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs).index_select(0, self._inverse).transpose(0, 1)
+
+    def _seen(self, blocks: list[Tensor], index: int) -> Tensor:
+        """What the queries of a piece look at: its own block [batch, heads, length, D], after its prompt's."""
+        piece = self._pieces[index]
+        if piece.prompt is None:
+            return blocks[index]
+        return torch.cat([blocks[piece.prompt].expand(piece.batch, -1, -1, -1), blocks[index]], dim=2)
 
     def _blocks(self, states: Tensor) -> list[Tensor]:
         """[heads, N, D] -> one [batch, heads, length, D] per piece."""
@@ -132,6 +158,7 @@ def packed_attention(module: nn.Module, attention: PackedAttention) -> Iterator[
     calls = attention.calls
     if previous != ATTENTION:
         module.set_attn_implementation(ATTENTION)
+        use_indexers(module)
     try:
         with attention_backend(attention):
             yield
@@ -149,14 +176,13 @@ def check_packable(module: nn.Module) -> None:
     """Refuse architectures in which tokens of a packed row could meet outside the attention function.
 
     Raises:
-        ModelError: the model has recurrent, chunked or indexed layers.
+        ModelError: the model has recurrent, chunked or unknown layers.
     """
-    layer_types = set(getattr(module.config.get_text_config(), "layer_types", None) or ())
-    other = sorted(layer_types - {"attention", "full_attention", "sliding_attention"})
+    other = unsupported_layers(module.config.get_text_config())
     if other or getattr(module, "_is_stateful", False):
         raise ModelError(
             f"{type(module).__name__} has {', '.join(other) or 'recurrent'} layers, through which packed "
-            "responses would see one another; headrace trains models with full and sliding attention"
+            "responses would see one another; headrace trains models with full, sliding-window or sparse attention"
         )
 
 
