@@ -3,7 +3,7 @@
 
 PYTHON ?= python3
 CONFIG ?= examples/addition.toml
-ROW ?= trl
+ROW ?=
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -14,7 +14,7 @@ INSTALLED := $(VENV)/.installed
 help:
 	@echo "make run              train $(CONFIG) into a fresh folder under runs/ (CONFIG=... for another)"
 	@echo "make test             formatting, lint, types, imports and tests"
-	@echo "make bench ROW=trl    one comparison of benchmarks/, into benchmarks/results/"
+	@echo "make bench            the benchmarks, into benchmarks/results/ (ROW=name for one row of them)"
 	@echo "make setup            only install into $(VENV) (PYTHON=... for another Python than $(PYTHON))"
 	@echo "make clean            remove $(VENV) and caches; runs/ stays"
 
@@ -31,8 +31,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest
 
 bench: $(INSTALLED)
-	@test -f benchmarks/$(ROW).py || { echo "error: there is no benchmarks/$(ROW).py" >&2; exit 2; }
-	$(BIN)/python benchmarks/$(ROW).py
+	@$(BIN)/python -m benchmarks.suite $(ROW)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

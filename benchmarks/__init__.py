@@ -1,1 +1,1 @@
-"""The benchmark suite: one module per row, run as `make bench ROW=name`."""
+"""The benchmark suite: headrace against its peers and against what the machine allows. See `suite.py`."""

@@ -1,54 +1,51 @@
-"""Row `trl`: headrace against TRL's GRPO, time to the same reward on `examples/addition.toml`.
+"""Rows `trl`, `trl_int8`, `trl_memory`, `busy_share`: headrace against TRL's GRPO on `examples/addition.toml`.
 
-One pair in one call: first headrace, then TRL, each alone with every core. Both start from the same weights,
-see the same tasks in the same order, sample as many completions per step at the same temperature, score them
-with the same code and use the same loss and optimizer settings.
+One session: headrace in float32, headrace with int8 rollouts, then TRL once for all rows, each alone with every
+core. All start from the same weights, see the same tasks in the same order, sample as many completions per
+step at the same temperature, score them with the same code and use the same optimizer settings. The loss is the
+same too, except that int8 rollouts are corrected for (`ratio = "proximal"`).
 
 Invariants
 * Time is training time: from the start of the first step to the end of the step that reached the level. No
   installing, loading or evaluation is in it.
-* Both sides are held to one level. It is the target, or, when a side did not reach it in its steps, the
-  highest that both reached.
+* Both sides of a row are held to one level. It is the target, or, when a side did not reach it in its steps,
+  the highest that both reached.
+* Peak memory is counted in the same way on both sides, from start to end of the process and its children.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-if __package__ in (None, ""):  # started as a file
-    sys.path[0] = str(Path(__file__).resolve().parent.parent)
-
-from benchmarks import peers, report
+from benchmarks import peers, report, runs
 
 if TYPE_CHECKING:
     from headrace.config import Config
 
-ROW = "trl"
-CONFIG = peers.BENCHMARKS.parent / "examples" / "addition.toml"
+ROWS = ("trl", "trl_int8", "trl_memory", "busy_share")
+
+CONFIG = runs.ADDITION
 SCRIPT = peers.BENCHMARKS / "peer_scripts" / "trl_grpo.py"
+
+STEPS = 15
+"""Optimizer steps of each side."""
+
+LEVEL = 0.9
+"""The mean reward to reach."""
 
 WINDOW = 3
 """The level of a step is the mean reward of this many steps up to it."""
 
+TARGETS = {"trl": 5.0, "trl_int8": 6.0, "trl_memory": 1.0, "busy_share": 0.9}
+
 TRL_MICRO_BATCH = 16
 """Samples per forward and backward in TRL: its fastest of 8, 16 and 64 here."""
-
-TRL_MALLOC = ":".join(
-    f"glibc.malloc.{name}={size}"
-    for name, size in (("mmap_threshold", 1 << 32), ("trim_threshold", 1 << 34), ("top_pad", 1 << 26))
-)
-"""glibc keeps TRL's memory between steps, as headrace makes it do for itself: a third less time together with
-the micro-batch."""
-
-START_TIMEOUT_S = 600.0
-STEP_TIMEOUT_S = 300.0
 
 LOSS_TYPES = {"token": "dapo", "sequence": "grpo"}
 """`algorithm.loss_aggregation` in TRL's words."""
@@ -154,105 +151,127 @@ def peer_job(config: Config, model: Path, steps: int, micro_batch: int) -> dict[
     }
 
 
-def run_headrace(steps: int, folder: Path) -> Curve:
-    """Train with headrace in a process of its own, under `folder`."""
-    run_folder = folder / "headrace"
-    command = [str(Path(sys.executable).with_name("headrace")), "train", str(CONFIG)]
-    command += ["--run-dir", str(run_folder), "--set", "eval.tasks=0", "--set", f"line.steps={steps}"]
-    peers.run(
-        command, what="headrace", timeout_s=START_TIMEOUT_S + steps * STEP_TIMEOUT_S, environment=_threads()
-    )
-    return Curve.read(run_folder / "metrics.jsonl")
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One side's run: its curve, peak memory in MB, and the lines it logged."""
+
+    curve: Curve
+    peak_mb: float
+    lines: list[dict[str, Any]]
 
 
-def run_trl(python: Path, job: dict[str, Any], folder: Path) -> Curve:
+def run_headrace(folder: Path, overrides: Sequence[str] = ()) -> Run:
+    """Train with headrace in a process of its own, into `folder`."""
+    with runs.PeakMemory() as memory:
+        lines = runs.train(CONFIG, folder, steps=STEPS, overrides=overrides)
+    return Run(Curve.read(folder / "metrics.jsonl"), memory.megabytes, lines)
+
+
+def run_trl(python: Path, job: dict[str, Any], folder: Path) -> Run:
     """Train with TRL in a process of its own, under `folder`."""
     job_path, steps_path = folder / "job.json", folder / "trl.jsonl"
     job_path.write_text(json.dumps(job), encoding="utf-8")
-    environment = _threads() | {
+    environment = runs.threads() | {
         "PYTHONPATH": str(peers.SOURCES),
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        "GLIBC_TUNABLES": TRL_MALLOC,
+        "GLIBC_TUNABLES": runs.KEEP_MEMORY,
     }
-    peers.run(
-        [str(python), str(SCRIPT), str(job_path), str(steps_path)],
-        what="TRL",
-        timeout_s=START_TIMEOUT_S + job["steps"] * STEP_TIMEOUT_S,
-        environment=environment,
+    with runs.PeakMemory() as memory:
+        peers.run(
+            [str(python), str(SCRIPT), str(job_path), str(steps_path)],
+            what="TRL",
+            timeout_s=runs.START_TIMEOUT_S + job["steps"] * runs.STEP_TIMEOUT_S,
+            environment=environment,
+        )
+    return Run(Curve.read(steps_path), memory.megabytes, runs.read_lines(steps_path))
+
+
+def time_row(name: str, ours: Run, theirs: Run, peer_name: str, details: Mapping[str, Any]) -> report.Row:
+    """Seconds to the common level."""
+    result = compare(ours.curve, theirs.curve, LEVEL)
+    rollouts = ", int8 rollouts" if name == "trl_int8" else ""
+    return report.against(
+        f"examples/addition.toml to mean reward {result['level']:.2f}{rollouts}",
+        "s",
+        headrace=result["headrace"]["seconds_to_level"],
+        peer=result["trl"]["seconds_to_level"],
+        peer_name=peer_name,
+        target=TARGETS[name],
+        better="lower",
+        details={**result, **details},
     )
-    return Curve.read(steps_path)
 
 
-def _threads() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(report.cores())}
+def memory_row(ours: Run, theirs: Run, peer_name: str, details: Mapping[str, Any]) -> report.Row:
+    """Peak resident memory of the whole process trees."""
+    return report.against(
+        "peak resident memory, examples/addition.toml",
+        "MB",
+        headrace=ours.peak_mb,
+        peer=theirs.peak_mb,
+        peer_name=peer_name,
+        target=TARGETS["trl_memory"],
+        better="lower",
+        details=details,
+    )
 
 
-def _show(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    level = f"mean reward {result['level']:.3f}"
-    table = Table(title=f"examples/addition.toml, {result['steps']} steps, to {level}")
-    for heading in ("", "seconds to it", "steps to it", "seconds per step", "reward, last steps"):
-        table.add_column(heading, justify="left" if not heading else "right")
-    for name in ("headrace", "trl"):
-        side = result[name]
-        last = side["step_rewards"][-WINDOW:]
-        table.add_row(
-            name,
-            f"{side['seconds_to_level']:.1f}",
-            str(side["steps_to_level"]),
-            f"{side['seconds_per_step']:.1f}",
-            f"{sum(last) / len(last):.3f}",
-        )
-    console = Console()
-    console.print(table)
-    if not result["target_reached_by_both"]:
-        console.print(
-            f"The target {result['target']} was not reached by both: {level} is the highest that both did."
-        )
-    console.print(f"headrace is {result['ratio']:.2f} times as fast as TRL")
+def busy_row(metrics: Sequence[Mapping[str, Any]], details: Mapping[str, Any]) -> report.Row:
+    """The share of all step time that went into decode and gradient units."""
+    step_s = runs.total(metrics, "time_step_s")
+    shares = {
+        unit: runs.total(metrics, f"time_{unit}_s") / step_s
+        for unit in ("decode", "gradient", "optimizer", "publish", "idle", "other")
+    }
+    return report.within(
+        "step time inside decode and gradient units, examples/addition.toml",
+        "share",
+        headrace=shares["decode"] + shares["gradient"],
+        target=TARGETS["busy_share"],
+        better="higher",
+        details={"shares": shares, "step_seconds": [step["time_step_s"] for step in metrics], **details},
+    )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the row. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="benchmarks/trl.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=15, help="optimizer steps of each side (default 15)")
-    parser.add_argument("--target", type=float, default=0.9, help="mean reward to reach (default 0.9)")
-    options = parser.parse_args(arguments)
-    if options.steps < WINDOW:
-        parser.error(f"--steps must be at least {WINDOW}: the level is the mean of that many steps")
+def measure(rows: Sequence[str]) -> dict[str, report.Row]:
+    """Run what the rows need, and TRL once for all of them.
 
+    Raises:
+        PeerError: a side cannot be installed or did not finish.
+    """
     from headrace import models
     from headrace.config import Config
-    from headrace.errors import HeadraceError
 
-    try:
-        config = Config.load(CONFIG)
-        python = peers.ensure_venv(ROW)
-        job = peer_job(config, models.resolve(config.model.name), options.steps, TRL_MICRO_BATCH)
-        with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-            ours = run_headrace(options.steps, Path(scratch))
-            theirs = run_trl(python, job, Path(scratch))
-        settings = {key: value for key, value in job.items() if key not in ("model", "tasks")}
-        result = compare(ours, theirs, options.target) | {
-            "steps": options.steps,
-            "versions": {
-                "headrace": peers.versions(Path(sys.executable), ["headrace", "torch", "transformers"]),
-                "trl": peers.versions(python, ["trl", "torch", "transformers", "accelerate"]),
-            },
-            "settings": {"model": config.model.name} | settings,
-            "machine": report.machine(),
-        }
-    except (peers.PeerError, HeadraceError) as error:
-        print(f"{ROW}: {error}", file=sys.stderr)
-        return 1
-    _show(result)
-    print(f"written: {report.write(ROW, result).relative_to(peers.BENCHMARKS.parent)}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    config = Config.load(CONFIG)
+    job = peer_job(config, models.resolve(config.model.name), STEPS, TRL_MICRO_BATCH)
+    details: dict[str, Any] = {
+        "steps": STEPS,
+        "settings": {"model": config.model.name}
+        | {key: value for key, value in job.items() if key not in ("model", "tasks")},
+        "versions": {"headrace": peers.versions(Path(sys.executable), ["headrace", "torch", "transformers"])},
+    }
+    ours: dict[str, Run] = {}
+    found: dict[str, report.Row] = {}
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        folder = Path(scratch)
+        if set(rows) - {"trl_int8"}:
+            ours["trl"] = run_headrace(folder / "float32")
+        if "trl_int8" in rows:
+            ours["trl_int8"] = run_headrace(folder / "int8", runs.INT8)
+        if "busy_share" in rows:
+            found["busy_share"] = busy_row(ours["trl"].lines, details)
+        if set(rows) - {"busy_share"}:
+            python = peers.ensure_venv("trl")
+            versions = peers.versions(python, ["trl", "torch", "transformers", "accelerate"])
+            details["versions"] |= {"trl": versions}
+            theirs = run_trl(python, job, folder)
+            details["peak_mb"] = {name: run.peak_mb for name, run in ours.items()} | {"TRL": theirs.peak_mb}
+            peer_name = f"TRL {versions['trl']}"
+            for name in ("trl", "trl_int8"):
+                if name in rows:
+                    found[name] = time_row(name, ours[name], theirs, peer_name, details)
+            if "trl_memory" in rows:
+                found["trl_memory"] = memory_row(ours["trl"], theirs, peer_name, details)
+    return found

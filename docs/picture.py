@@ -10,8 +10,8 @@ from pathlib import Path
 from rich.console import Console
 
 from headrace.line.display import LiveDisplay, evaluation_text
+from headrace.line.metrics import token_rates
 from headrace.line.observer import LineStatus
-from headrace.line.production import token_rates
 from headrace.line.run_folder import RunFolder
 
 SHOWN_STEPS = 12

@@ -71,6 +71,11 @@ def test_an_alias_is_never_a_path(tmp_path: Path) -> None:
         ("sampling.temperature=inf", "finite"),
         ("trainer.betas=[0.9, 1.0]", "betas must lie in"),
         ("model.dtype=float16", "float32"),
+        ("engine.weight_format=int4", "'float32' or 'int8'"),
+        (
+            "engine.weight_format=int8",
+            '^--set: engine.weight_format = "int8" needs algorithm.ratio = "proximal"',
+        ),
         ("steps=3", "section.key=value"),
         ("line.steps.more=3", "valid integer"),
         ("line=3", "section.key=value"),
@@ -80,6 +85,11 @@ def test_what_is_wrong_is_one_line(tmp_path: Path, override: str, message: str) 
     with pytest.raises(ConfigError, match=message) as caught:
         load(tmp_path, overrides=(override,))
     assert "\n" not in str(caught.value)
+
+
+def test_quantised_rollouts_with_all_they_need(tmp_path: Path) -> None:
+    config = load(tmp_path, overrides=("engine.weight_format=int8", "algorithm.ratio=proximal"))
+    assert config.engine.weight_format == "int8"
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

@@ -196,6 +196,18 @@ class EngineConfig(Section):
     prepack: bool = Field(
         True, description="Keep linear weights in the CPU kernel's own layout while generating."
     )
+    weight_format: Literal["float32", "int8"] = Field(
+        "float32",
+        description="Weights that generate: `float32` stands for the model's own (`model.dtype`), `int8` for quantised "
+        "linear layers. Their rollouts come from a slightly different policy, which "
+        '`algorithm.ratio = "proximal"` corrects for; needs `model.dtype = "float32"` and `model.device = "cpu"`.',
+    )
+
+    @model_validator(mode="after")
+    def _int8_is_packed(self) -> Self:
+        if self.weight_format == "int8" and not self.prepack:
+            raise ValueError('weight_format = "int8" is a packed format; leave prepack = true')
+        return self
 
 
 class LineConfig(Section):
@@ -222,7 +234,14 @@ class LineConfig(Section):
         0.05,
         gt=0,
         description="The run stops when the mean difference between trainer and generator log-probs under the "
-        "same weights passes this.",
+        'same weights passes this; does not apply to `engine.weight_format = "int8"`.',
+    )
+    mismatch_ess_limit: float = Field(
+        0.7,
+        gt=0,
+        lt=1,
+        description='With `engine.weight_format = "int8"` the run stops when the effective sample size of the '
+        "quantised policy's tokens for the policy that is trained, as a share (`mismatch_ess`), stays below this.",
     )
     threads: int | None = Field(
         None,
@@ -252,6 +271,23 @@ class Config(Section):
     engine: EngineConfig = Field(default_factory=EngineConfig)
     line: LineConfig = Field(default_factory=LineConfig)
     eval: EvalConfig = Field(default_factory=EvalConfig)
+
+    @model_validator(mode="after")
+    def _int8_fits(self) -> Self:
+        if self.engine.weight_format != "int8":
+            return self
+        for name, value, needed in (
+            ("model.dtype", self.model.dtype, "float32"),
+            ("model.device", self.model.device, "cpu"),
+        ):
+            if value != needed:
+                raise ValueError(f'engine.weight_format = "int8" needs {name} = "{needed}", not "{value}"')
+        if self.algorithm.ratio != "proximal":
+            raise ValueError(
+                'engine.weight_format = "int8" needs algorithm.ratio = "proximal": the rollouts come from the '
+                "quantised policy, and the loss must correct for it"
+            )
+        return self
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -347,7 +383,8 @@ def describe(error: ValidationError, section: type[BaseModel]) -> str:
     if first["type"] == "missing":
         return f"setting {where!r} is required"
     if first["type"] == "value_error":
-        return f"{where}: {first['ctx']['error']}"
+        # What is wrong between sections has no place of its own.
+        return f"{where}: {first['ctx']['error']}" if where else str(first["ctx"]["error"])
     message = first["msg"][0].lower() + first["msg"][1:]
     return f"{where} = {first['input']!r}: {message}"
 

@@ -127,6 +127,14 @@ def _compute() -> Iterator[Finding]:
         threads == cores,
         None if threads == cores else f"{cause}, or set line.threads",
     )
+    from headrace.kernels.library import find_compiler
+
+    compiler = find_compiler()
+    yield Finding(
+        "native kernels",
+        f"built on first use by {compiler}" if compiler else "none: PyTorch's operators generate, more slowly",
+        mend=None if compiler else "install g++, or set CXX; int8 weights need it",
+    )
     devices = ["cpu"]
     if torch.cuda.is_available():
         devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]

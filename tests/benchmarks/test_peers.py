@@ -1,12 +1,11 @@
 """Peers: a virtual environment is made once and anew when its requirements change; processes are bounded."""
 
-import os
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import peers, report
+from benchmarks import peers
 
 
 @pytest.fixture
@@ -49,12 +48,3 @@ def test_a_process_sees_the_given_variables(tmp_path: Path):
     code = f"import os; open({str(tmp_path / 'seen')!r}, 'w').write(os.environ['OMP_NUM_THREADS'])"
     peers.run([sys.executable, "-c", code], what="reader", timeout_s=60, environment={"OMP_NUM_THREADS": "3"})
     assert (tmp_path / "seen").read_text() == "3"
-
-
-def test_a_result_is_written_with_a_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
-    path = report.write("row", {"ratio": 2.0, "machine": report.machine()})
-    assert path == tmp_path / "results" / "row.json"
-    assert os.listdir(path.parent) == ["row.json"]
-    with pytest.raises(ValueError, match="ratio"):
-        report.write("row", {})

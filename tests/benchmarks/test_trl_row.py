@@ -7,7 +7,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.trl import CONFIG, WINDOW, Curve, common_level, compare, peer_job
+from benchmarks.trl import (
+    CONFIG,
+    WINDOW,
+    Curve,
+    Run,
+    busy_row,
+    common_level,
+    compare,
+    memory_row,
+    peer_job,
+    time_row,
+)
 from headrace.config import Config
 
 RISING = Curve(seconds=(1.0, 2.0, 4.0, 8.0, 16.0), rewards=(0.0, 0.3, 0.9, 0.9, 0.9))
@@ -90,3 +101,39 @@ def test_trl_gets_the_settings_and_the_tasks_of_the_example():
     assert len(job["tasks"]) == 15 * 8
     assert all(task["prompt"].startswith("What is ") for task in job["tasks"])
     json.dumps(job)
+
+
+STEP = {
+    "time_step_s": 10.0,
+    "time_decode_s": 5.0,
+    "time_gradient_s": 4.5,
+    "time_optimizer_s": 0.2,
+    "time_publish_s": 0.1,
+    "time_idle_s": 0.0,
+    "time_other_s": 0.2,
+}
+
+
+def test_the_time_row_is_about_the_level_that_both_reached():
+    slower = Curve(seconds=(10.0,) * 5, rewards=RISING.rewards)
+    row = time_row("trl", Run(RISING, 1.0, []), Run(slower, 1.0, []), "TRL", {"steps": 5})
+    assert (row.headrace, row.peer, row.ratio) == (31.0, 50.0, pytest.approx(50 / 31))
+    assert row.met is False
+    assert "mean reward 0.90" in row.what
+    assert row.details["steps"] == 5
+
+
+def test_less_memory_is_better():
+    row = memory_row(Run(RISING, 2000.0, []), Run(RISING, 3000.0, []), "TRL", {})
+    assert row.ratio == 1.5
+    assert row.met
+
+
+def test_busy_is_decode_and_gradient_time_over_all_step_time():
+    idle = STEP | {"time_step_s": 30.0, "time_idle_s": 20.0}
+    assert busy_row([STEP], {}).headrace == pytest.approx(0.95)
+    assert busy_row([STEP], {}).met
+    row = busy_row([STEP, idle], {})
+    assert row.headrace == pytest.approx(19 / 40)
+    assert row.met is False
+    assert sum(row.details["shares"].values()) == pytest.approx(1.0)

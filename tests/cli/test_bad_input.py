@@ -34,6 +34,23 @@ CASES = {
     "prompt longer than the context": (["--set", "environment.name=tasks.py:LongPrompt"], "context of 1024"),
     "group of one": (["--set", "algorithm.group_size=1"], "at least 2"),
     "cut distribution": (["--set", "sampling.top_p=0.9"], "top_p = 1"),
+    "quantised rollouts in double precision": (
+        ["--set", "engine.weight_format=int8", "--set", "model.dtype=float64"],
+        'engine.weight_format = "int8" needs model.dtype = "float32", not "float64"',
+    ),
+    "quantised rollouts on another device": (
+        ["--set", "engine.weight_format=int8", "--set", "model.device=cuda"],
+        'engine.weight_format = "int8" needs model.device = "cpu", not "cuda"',
+    ),
+    "quantised rollouts that the loss does not correct for": (
+        ["--set", "engine.weight_format=int8"],
+        'needs algorithm.ratio = "proximal"',
+    ),
+    "quantised rollouts without packed weights": (
+        ["--set", "engine.weight_format=int8", "--set", "engine.prepack=false"],
+        "leave prepack = true",
+    ),
+    "limit that no rollouts can meet": (["--set", "line.mismatch_ess_limit=1.0"], "less than 1"),
     "too little KV memory": (
         ["--set", "engine.kv_memory_mb=1", "--set", "model.dtype=float64"],
         "too little memory for KV",

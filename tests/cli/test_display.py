@@ -46,6 +46,7 @@ METRICS: dict[str, Any] = {
     "loss": -0.01234,
     "grad_norm": 1.5,
     "staleness_mean": 0.25,
+    "mismatch_ess": 1.0,
     "tokens_generated": 800,
     "tokens_trained": 0,
     "time_decode_s": 2.0,
@@ -191,6 +192,8 @@ def test_a_step_line() -> None:
         "generated 800 tokens at 400/s  trained 0 tokens  5.0 s  about 1:00 left"
     )
     assert "left" not in step_line(METRICS, 3)
+    assert "  mismatch ESS 0.93  " in step_line({**METRICS, "mismatch_ess": 0.931}, 15)
+    assert "mismatch" not in step_line({**METRICS, "mismatch_ess": None}, 15)
 
 
 def test_a_silent_log_says_what_it_is_doing() -> None:

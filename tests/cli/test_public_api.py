@@ -47,8 +47,10 @@ def test_examples_load_and_their_environments_answer() -> None:
             tasks = list(islice(environment.tasks(split), 3))
             assert len(tasks) == 3
             assert all(task["prompt"] for task in tasks)
-            assert environment.reward(tasks[0], "no idea") == 0.0
-            assert environment.reward(tasks[0], str(tasks[0]["answer"])) == 1.0
+            assert environment.reward(tasks[0], "") == 0.0
+            assert environment.reward(tasks[0], "no idea") < 0.2
+            if "answer" in tasks[0]:
+                assert environment.reward(tasks[0], str(tasks[0]["answer"])) == 1.0
 
 
 def test_the_addition_example() -> None:

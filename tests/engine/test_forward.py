@@ -17,9 +17,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from headrace.engine.attention import Chunk, SlotAttention
+from headrace.engine.batch import Batch, Chunk
 from headrace.engine.forward import LlamaForward, ModuleForward, make_forward
-from headrace.engine.slots import KVSlots, LayerShape
+from headrace.engine.slots import KVSlots
 from headrace.models.attention import ATTENTION
 
 SHAPE: dict[str, Any] = {
@@ -35,7 +35,7 @@ SHAPE: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-QWEN2 = {k: v for k, v in SHAPE.items() if k != "head_dim"}
+QWEN2 = {k: v for k, v in SHAPE.items() if k != "head_dim"} | {"hidden_size": 96}
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SHAPE),
     "llama, biases and tied embeddings": LlamaConfig(
@@ -73,7 +73,7 @@ def build(config: PreTrainedConfig) -> nn.Module:
 @torch.inference_mode()
 def test_fused_equals_the_module_with_decodes_and_chunks_mixed(name: str) -> None:
     module = build(CONFIGS[name])
-    fused, plain = make_forward(module, prepack=True), ModuleForward(module, prepack=False)
+    fused, plain = make_forward(module), ModuleForward(module, prepack=False)
     assert type(fused) is LlamaForward
     steps = [  # (decode slots, their positions, chunks)
         ([], [], [Chunk(0, 0, 9, 0), Chunk(1, 0, 3, 9), Chunk(2, 0, 1, 12)]),
@@ -83,16 +83,15 @@ def test_fused_equals_the_module_with_decodes_and_chunks_mixed(name: str) -> Non
     ]
     outputs = []
     for forward in (fused, plain):
-        head = SHAPE["hidden_size"] // 6 if name.startswith("qwen2") else SHAPE["head_dim"]
-        slots = KVSlots([LayerShape(2, head, 2, head)] * 3, 3, 32, 96, torch.float32, torch.device("cpu"))
+        slots = KVSlots(forward.shapes, 3, 32, 96, forward.kv_dtype, torch.device("cpu"))
         generator = torch.Generator().manual_seed(1)
         logits = []
         for decode_slots, positions, chunks in steps:
             places = positions + [p for c in chunks for p in range(c.start, c.stop)]
-            tokens = torch.randint(0, 97, (len(places),), generator=generator)
-            backend = SlotAttention(slots, decode_slots, positions, chunks)
-            rows = torch.arange(0, len(places), 2)
-            logits.append(forward(tokens, torch.tensor(places), rows, backend))
+            tokens = torch.randint(0, 97, (len(places),), generator=generator).tolist()
+            outputs_wanted = list(range(0, len(places), 2))
+            batch = Batch(tokens, places, decode_slots, chunks, outputs_wanted, [None] * len(decode_slots))
+            logits.append(forward(batch, slots))
         outputs.append(logits)
     for ours, theirs in zip(*outputs, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=2e-5, atol=2e-5)

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from headrace.config import EngineConfig
 from headrace.engine import Engine, random_key
+from headrace.engine.batch import Batch
+from headrace.engine.slots import KVSlots
 from headrace.models import decode_completion
-from headrace.models.attention import AttentionBackend
 from headrace.types import Sampling
 
 END = 258
@@ -177,10 +178,10 @@ class TestStopStrings:
         logits = engine.runner.forward
         wanted = list("né✓ü.".encode())
 
-        def forced(token_ids: Tensor, positions: Tensor, rows: Tensor, backend: AttentionBackend) -> Tensor:
-            out = logits(token_ids, positions, rows, backend).clone()
-            for row, at in enumerate(rows.tolist()):
-                out[row, wanted[(int(positions[at]) + 1 - len(PROMPT)) % len(wanted)]] = 1000.0
+        def forced(batch: Batch, slots: KVSlots) -> Tensor:
+            out = logits(batch, slots).clone()
+            for row, at in enumerate(batch.outputs):
+                out[row, wanted[(batch.positions[at] + 1 - len(PROMPT)) % len(wanted)]] = 1000.0
             return out
 
         engine.runner.forward = forced  # type: ignore[assignment]

@@ -69,10 +69,12 @@ def test_more_steps_than_before(tmp_path: Path) -> None:
         ("max_staleness = 1", "max_staleness = 0", "max_staleness was 1"),
         ("group_size = 2", "group_size = 4", "group_size was 2"),
         ("steps = 5", "steps = 1", "is too few"),
+        ('weight_format = "float32"', 'weight_format = "int8"', "weight_format was float32"),
     ],
 )
 def test_settings_that_contradict_the_checkpoint(tmp_path: Path, old: str, new: str, message: str) -> None:
-    interrupted(settings(line={"steps": 5}, sampling={"max_tokens": 12}), tmp_path / "run", units=20)
+    config = settings(algorithm={"ratio": "proximal"}, line={"steps": 5}, sampling={"max_tokens": 12})
+    interrupted(config, tmp_path / "run", units=20)
     edit(tmp_path / "run", old, new)
     with pytest.raises(UserError, match=message):
         Line.resume(tmp_path / "run").run()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headrace.algorithms import effective_sample_size, policy_kl
 from headrace.config import AlgorithmConfig, TrainerConfig
 from headrace.errors import ConfigError, NonFiniteError, RunError, UserError
-from headrace.trainer import TokenStatistics, Trainer
+from headrace.trainer import Trainer
 from headrace.trainer.optimizer import learning_rate_at
 from headrace.types import Trajectory
 
@@ -250,34 +250,19 @@ def test_statistics_are_those_of_the_tokens() -> None:
     flat_new = torch.tensor([x for xs in current for x in xs], dtype=torch.float64)
     flat_mu = torch.tensor([x for xs in behaviour for x in xs], dtype=torch.float64)
     fresh_difference = (flat_new - flat_mu)[:8].abs()
-    assert statistics.tokens == statistics.aged == 24
-    assert statistics.current == 8
-    assert statistics.logprob_diff_mean == pytest.approx(fresh_difference.mean().item())
-    assert statistics.logprob_diff_max == pytest.approx(fresh_difference.max().item())
-    assert statistics.ess == pytest.approx(effective_sample_size(flat_new, flat_mu).item())
-    assert statistics.kl == pytest.approx(policy_kl(flat_new, flat_mu).item())
+    assert statistics.drift.tokens == statistics.aged == 24
+    assert statistics.drift.ess == pytest.approx(effective_sample_size(flat_new, flat_mu).item())
+    assert statistics.drift.kl == pytest.approx(policy_kl(flat_new, flat_mu).item())
+    mismatch = statistics.mismatch
+    assert mismatch.tokens == 8, "neither stale tokens nor those over old KV count"
+    assert mismatch.difference_mean == pytest.approx(fresh_difference.mean().item())
+    assert mismatch.difference_max == pytest.approx(fresh_difference.max().item())
+    assert mismatch.ess == pytest.approx(effective_sample_size(flat_new[:8], flat_mu[:8]).item())
+    assert mismatch.kl == pytest.approx(policy_kl(flat_new[:8], flat_mu[:8]).item())
     assert (statistics.staleness_mean, statistics.staleness_max) == (pytest.approx(8 / 24), 1)
     assert one.tokens_trained == one.denominator == 24
     pending = trainer.step().gradient
-    assert (pending.tokens_trained, pending.statistics.current) == (24, 8)
-    empty = TokenStatistics()
-    assert (empty.ess, empty.kl, empty.logprob_diff_mean, empty.logprob_diff_max) == (None,) * 4
-
-
-def test_merged_statistics_are_those_of_all_tokens() -> None:
-    def statistics(logp: list[float], behaviour: list[float], staleness: list[int]) -> TokenStatistics:
-        result = TokenStatistics()
-        ages = torch.tensor(staleness)
-        result.add_tokens(torch.tensor(logp), torch.tensor(behaviour), ages <= 1, ages == 2)
-        result.add_staleness(staleness)
-        return result
-
-    one, two = ([-1.0, -2.0, -0.5], [-1.5, -2.25, -3.0], [1, 0, 3]), ([-0.5, -4.0], [-0.75, -1.0], [1, 2])
-    merged = statistics(*one)
-    merged.merge(statistics(*two))
-    together = statistics(*(a + b for a, b in zip(one, two, strict=True)))
-    for name in TokenStatistics.__slots__:
-        assert getattr(merged, name) == pytest.approx(getattr(together, name)), name
+    assert (pending.tokens_trained, pending.statistics.mismatch.tokens) == (24, 8)
 
 
 def test_on_policy_there_is_no_difference() -> None:
@@ -288,8 +273,8 @@ def test_on_policy_there_is_no_difference() -> None:
         values = iter(logprobs)
         sample.logprobs = [next(values) if s else 0.0 for s in sample.sampled]
     statistics = trainer.accumulate(groups, version=0, max_staleness=0).statistics
-    assert statistics.logprob_diff_max < 1e-12
-    assert statistics.ess == pytest.approx(1)
+    assert statistics.mismatch.difference_max < 1e-12
+    assert statistics.mismatch.ess == pytest.approx(1)
     assert statistics.clipped == 0
 
 

@@ -8,12 +8,12 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import repeat
 
 import torch
 from torch import Tensor
 
+from headrace.engine.batch import Chunk
 from headrace.engine.slots import KVSlots, LayerShape
 from headrace.errors import ModelError
 from headrace.models.attention import (
@@ -27,16 +27,6 @@ from headrace.models.attention import (
 
 _GATHER_BELOW = 0.6
 """When fewer than this share of the slot range decodes, K and V are gathered instead of computing on the holes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Prefill of positions `start … stop-1` of one slot; its rows begin at `row` in the batch."""
-
-    slot: int
-    start: int
-    stop: int
-    row: int
 
 
 class SlotAttention:
@@ -190,6 +180,10 @@ class LayerProbe:
         self.shapes: dict[int, LayerShape] = {}
         self.options: dict[int, AttentionOptions] = {}
         self._index_dims: dict[int, int] = {}
+
+    @property
+    def ordered_shapes(self) -> list[LayerShape]:
+        return [self.shapes[layer] for layer in sorted(self.shapes)]
 
     def select(self, layer: int, query: Tensor, key: Tensor, weights: Tensor, top_k: int) -> Selection:
         self._index_dims[layer] = key.shape[-1]

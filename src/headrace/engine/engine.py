@@ -42,6 +42,9 @@ from headrace.types import Sampling
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
 
+KNOWN_PROMPTS = 4096
+"""Prompts remembered; forgetting one only costs that its samples read it apart."""
+
 DEFAULT_CONTEXT = 2048
 """Context length where neither the settings nor the model say less."""
 
@@ -97,24 +100,28 @@ class Engine:
         self.model = model
         self.tokenizer = model.tokenizer
         self.version = 0
-        parameter = next(model.module.parameters())
-        self.forward = make_forward(model.module, self.config.prepack)
-        self.runner = Runner(self.forward, parameter.device)
-        shapes = self.runner.layer_shapes()
         self.context_length = context_limit(model.context_length, self.config)
-        self.kv_bytes_per_token = bytes_per_token(shapes, parameter.dtype)
+        int8 = self.config.weight_format == "int8"
+        self.forward = make_forward(
+            model.module, prepack=self.config.prepack, int8=int8, context_length=self.context_length
+        )
+        self.runner = Runner(self.forward)
+        kv_dtype = self.forward.kv_dtype
+        self.kv_bytes_per_token = bytes_per_token(self.forward.shapes, kv_dtype)
         capacity = _capacity_tokens(self.config, self.context_length, self.kv_bytes_per_token)
         self.slots = KVSlots(
-            shapes,
+            self.forward.shapes,
             self.config.max_sequences,
             self.context_length,
             capacity,
-            parameter.dtype,
-            parameter.device,
+            kv_dtype,
+            model.device,
         )
         self.cache = PrefixCache(self.config.prefix_cache_mb * 2**20)
         self.scheduler = Scheduler(self.slots, self.cache, self.config.max_batch_tokens)
-        self._identity = KVIdentity(weights_id, str(parameter.dtype).removeprefix("torch."), "", "slot-rows")
+        weight_format = "int8" if int8 else _name(model.dtype)
+        self._identity = KVIdentity(weights_id, weight_format, "", f"slot-rows {_name(kv_dtype)}")
+        self._prompts: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._detokenizers: dict[Hashable, IncrementalDetokenizer] = {}
         self._arrivals = 0
         self.last_decoded = 0
@@ -201,7 +208,7 @@ class Engine:
         sequence = EngineSequence(
             request_id=request_id,
             token_ids=tokens,
-            prompt_length=prompt_length,
+            prompt=self._one_object(tuple(tokens[:prompt_length])),
             sampling=sampling,
             random_key=random_key,
             priority=priority,
@@ -370,6 +377,12 @@ class Engine:
             ids.pop()
         return _before_stop(decode_completion(self.tokenizer, ids), sampling.stop)
 
+    def _one_object(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
+        """Equal prompts as one object, so that comparing them costs nothing."""
+        if len(self._prompts) >= KNOWN_PROMPTS:
+            self._prompts.clear()
+        return self._prompts.setdefault(prompt, prompt)
+
     def _stop_token_ids(self, sampling: Sampling) -> frozenset[int]:
         ends = () if sampling.ignore_eos else self.model.eos_token_ids
         return frozenset((*sampling.stop_token_ids, *ends))
@@ -481,6 +494,10 @@ def _capacity_tokens(config: EngineConfig, context_length: int, token_bytes: int
             "engine.kv_memory_mb"
         )
     return min(wanted, allowed // token_bytes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _mb(count: int) -> str:

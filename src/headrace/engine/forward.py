@@ -1,154 +1,235 @@
-"""The model's forward as the engine calls it: a row of tokens in, logits of some of them out.
+"""The model's forward as the engine calls it: a batch of tokens in, logits of some of them out.
 
 Two implementations: `ModuleForward` runs the Hugging Face module itself and is right for every architecture that
-headrace loads; `LlamaForward` computes the Llama shape (Llama, SmolLM, Mistral, Qwen 2 and 3) with few, large
-operations.
+headrace loads; `LlamaForward` computes the Llama shape (Llama, SmolLM, Mistral, Qwen 2 and 3) in headrace's own
+kernels.
 
-Invariant: both give the module's own logits to within rounding, for the parameters at the last `repack`.
+Invariant: both give the module's own logits for the parameters at the last `repack`, to within the rounding of the
+weight format.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from headrace.engine.attention import LayerProbe
-from headrace.models.attention import AttentionBackend, AttentionOptions, attention_backend
+from headrace import kernels
+from headrace.engine.attention import LayerProbe, SlotAttention
+from headrace.engine.batch import Batch
+from headrace.engine.slots import KVSlots, LayerShape
+from headrace.errors import UserError
+from headrace.kernels import Cluster, HugePages, LlamaKernel, LlamaLayer, PackedWeight
+from headrace.models.attention import attention_backend
+from headrace.models.calibration import input_peaks
 from headrace.models.linear import suits_onednn
 from headrace.models.packing import inference_replica, repack
 
 LLAMA_SHAPED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Classes whose layers `LlamaForward` computes."""
 
+CLUSTER_ROWS = 8
+"""Tokens that go over keys and values together; more would leave too few clusters for all threads."""
+
 
 class Forward(Protocol):
-    """A forward over one row of N tokens that attends through `backend`."""
+    """A forward over N tokens that reads and writes KV slots.
 
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, rows: Tensor, backend: AttentionBackend
-    ) -> Tensor:
-        """token_ids, positions [N], rows [R] (indices into the row) -> logits [R, V]."""
+    Attributes:
+        shapes: each layer's keys and values.
+        kv_dtype: what they are kept in.
+    """
+
+    shapes: list[LayerShape]
+    kv_dtype: torch.dtype
+
+    def __call__(self, batch: Batch, slots: KVSlots) -> Tensor:
+        """Compute the batch into the slots. Returns logits [R, V] of its `outputs`."""
 
     def repack(self) -> None:
         """Bring copies of weights up to date with the module's parameters."""
 
 
-def make_forward(module: nn.Module, prepack: bool) -> Forward:
-    """The fastest forward for `module` on its device; without `prepack`, the module as it is."""
-    fits = type(module).__name__ in LLAMA_SHAPED and module.config.hidden_act == "silu"
-    if prepack and fits and suits_onednn(module):
-        return LlamaForward(module)
-    return ModuleForward(module, prepack)
+def make_forward(
+    module: Any, *, prepack: bool = True, int8: bool = False, context_length: int = 2048
+) -> Forward:
+    """The fastest forward for `module` on its device; without `prepack`, the module as it is.
+
+    Args:
+        int8: quantise linear layers.
+        context_length: the most tokens of one sequence.
+
+    Raises:
+        UserError: int8 is asked for and cannot be had here.
+    """
+    packable = prepack and suits_onednn(module)
+    if int8:
+        if not packable:
+            raise UserError(
+                'engine.weight_format = "int8" needs a float32 model on the CPU, and engine.prepack'
+            )
+        if reason := kernels.unavailable_reason():
+            raise UserError(f'engine.weight_format = "int8" needs native kernels: {reason}')
+    peaks = input_peaks(module, context_length) if int8 else None
+    if packable and _llama_shaped(module) and kernels.available():
+        return LlamaForward(module, context_length, peaks)
+    return ModuleForward(module, prepack, peaks)
 
 
 class ModuleForward:
-    """The Hugging Face module, over the same parameters, its linear layers prepacked where that is faster."""
+    """The Hugging Face module, over the same parameters, its linear layers prepacked where that is faster.
 
-    def __init__(self, module: nn.Module, prepack: bool) -> None:
-        self.module = inference_replica(module, prepack)
+    Args:
+        peaks: as `models.packing.inference_replica` takes them.
+    """
 
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, rows: Tensor, backend: AttentionBackend
-    ) -> Tensor:
+    def __init__(self, module: nn.Module, prepack: bool, peaks: Mapping[str, Tensor] | None = None) -> None:
+        self.module = inference_replica(module, prepack, peaks)
+        self.shapes = _probe(module).ordered_shapes
+        parameter = next(module.parameters())
+        self.kv_dtype, self._device = parameter.dtype, parameter.device
+
+    def __call__(self, batch: Batch, slots: KVSlots) -> Tensor:
+        count = len(batch.decode_slots)
+        backend = SlotAttention(slots, batch.decode_slots, batch.positions[:count], batch.chunks)
         with attention_backend(backend):
             output = self.module(
-                input_ids=token_ids.unsqueeze(0),
-                position_ids=positions.unsqueeze(0),
+                input_ids=torch.tensor([batch.token_ids], device=self._device),
+                position_ids=torch.tensor([batch.positions], device=self._device),
                 use_cache=False,
-                logits_to_keep=rows,
+                # One row at least: an index that is empty would be taken for "all".
+                logits_to_keep=torch.tensor(batch.outputs or [0], device=self._device),
             )
-        return output.logits[0]
+        return output.logits[0, : len(batch.outputs)]
 
     def repack(self) -> None:
         repack(self.module)
 
 
 class LlamaForward:
-    """Llama-shaped layers with merged and prepacked projections. float32 on the CPU."""
+    """Llama-shaped layers in native kernels, with merged and packed projections. float32 on the CPU.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module: Any = module
-        # The module itself says how its layers attend: where architectures keep their windows differs.
-        probe = LayerProbe()
-        one = torch.zeros(1, dtype=torch.long)
-        with torch.no_grad():
-            ModuleForward(module, prepack=False)(one, one, one, probe)
-        self._options = probe.options
-        self.repack()
+    Every token's logits are the same bits whatever shares its batch.
 
-    @torch.no_grad()
-    def repack(self) -> None:
-        self.layers = [_Layer(layer, self._options[i]) for i, layer in enumerate(self.module.model.layers)]
-        self.head = _Packed([self.module.lm_head])
+    Args:
+        peaks: by name of a linear layer; given, linear layers are int8 and keys and values bfloat16.
+    """
 
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, rows: Tensor, backend: AttentionBackend
-    ) -> Tensor:
-        model = self.module.model
-        hidden = F.embedding(token_ids, model.embed_tokens.weight)
-        cos, sin = model.rotary_emb(hidden, position_ids=positions.unsqueeze(0))
-        cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1).clone()
-        # rotate_half(x)·sin = roll(x)·sin with the first half's sign turned.
-        sin[..., : sin.shape[-1] // 2].neg_()
-        for index, layer in enumerate(self.layers):
-            hidden = layer(index, hidden, cos, sin, backend)
-        return self.head(_norm(hidden.index_select(0, rows), model.norm))
+    def __init__(self, module: Any, context_length: int, peaks: Mapping[str, Tensor] | None = None) -> None:
+        probe = _probe(module)
+        self.shapes = probe.ordered_shapes
+        self.kv_dtype = torch.float32 if peaks is None else torch.bfloat16
+        model = module.model
+        names = {id(layer): name for name, layer in module.named_modules()}
+        memory = HugePages()
 
+        def packed(*linears: Any) -> PackedWeight:
+            return PackedWeight(linears, None if peaks is None else peaks[names[id(linears[0])]], memory)
 
-class _Layer:
-    """One decoder layer over N tokens."""
-
-    def __init__(self, layer: Any, options: AttentionOptions) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = _Packed([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.out = _Packed([attention.o_proj])
-        self.gate_up = _Packed([mlp.gate_proj, mlp.up_proj])
-        self.down = _Packed([mlp.down_proj])
-        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.query_norm = getattr(attention, "q_norm", None)
-        self.key_norm = getattr(attention, "k_norm", None)
-        self.dim = attention.head_dim
-        self.heads = attention.q_proj.out_features // self.dim
-        self.kv_heads = attention.k_proj.out_features // self.dim
-        self.options = options
-
-    def __call__(
-        self, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, backend: AttentionBackend
-    ) -> Tensor:
-        states = self.qkv(_norm(hidden, self.input_norm)).view(len(hidden), -1, self.dim)
-        rotated, value = states.split((self.heads + self.kv_heads, self.kv_heads), dim=1)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = rotated.split((self.heads, self.kv_heads), dim=1)
-            rotated = torch.cat([_norm(query, self.query_norm), _norm(key, self.key_norm)], dim=1)
-        rotated = torch.addcmul(rotated * cos, rotated.roll(self.dim // 2, dims=-1), sin)
-        query, key = rotated.split((self.heads, self.kv_heads), dim=1)
-        attended = backend.attend(
-            index, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), self.options
+        layers = []
+        for index, layer in enumerate(model.layers):
+            attention, mlp = layer.self_attn, layer.mlp
+            # The module itself says how its layers attend: where architectures keep their windows differs.
+            options = probe.options[index]
+            layers.append(
+                LlamaLayer(
+                    qkv=packed(attention.q_proj, attention.k_proj, attention.v_proj),
+                    out=packed(attention.o_proj),
+                    gate_up=packed(mlp.gate_proj, mlp.up_proj),
+                    down=packed(mlp.down_proj),
+                    input_norm=layer.input_layernorm.weight,
+                    mlp_norm=layer.post_attention_layernorm.weight,
+                    query_norm=_weight(attention, "q_norm"),
+                    key_norm=_weight(attention, "k_norm"),
+                    window=options.sliding_window,
+                    scaling=options.scaling,
+                )
+            )
+        shape = self.shapes[0]
+        self._kernel = LlamaKernel(
+            layers,
+            packed(module.lm_head),
+            model.embed_tokens.weight,
+            model.norm.weight,
+            heads=model.layers[0].self_attn.q_proj.out_features // shape.key_dim,
+            kv_heads=shape.heads,
+            dim=shape.key_dim,
+            epsilon=model.norm.variance_epsilon,
         )
-        hidden = self.out(attended.transpose(0, 1).flatten(1), add=hidden)
-        gate, up = self.gate_up(_norm(hidden, self.mlp_norm)).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up), add=hidden)
+        # Models whose rotation depends on the length of the text are capped where it would begin to.
+        positions = torch.arange(context_length).unsqueeze(0)
+        with torch.no_grad():
+            cosine, sine = model.rotary_emb(torch.zeros(1), position_ids=positions)
+        self._cosine, self._sine = cosine[0].contiguous(), sine[0].contiguous()
+
+    def __call__(self, batch: Batch, slots: KVSlots) -> Tensor:
+        # Sequences with one prompt stand side by side, and their clusters read it once.
+        count = len(batch.decode_slots)
+        order = sorted(range(count), key=lambda row: id(batch.prompts[row]))
+        place = {row: new for new, row in enumerate(order)}
+        order.extend(range(count, len(batch.token_ids)))
+        all_slots = batch.slots
+        positions = [batch.positions[row] for row in order]
+        index = torch.tensor(positions)
+        return self._kernel(
+            [batch.token_ids[row] for row in order],
+            [all_slots[row] for row in order],
+            positions,
+            [*_decode_clusters([batch.prompts[row] for row in order[:count]]), *_chunk_clusters(batch)],
+            self._cosine.index_select(0, index),
+            self._sine.index_select(0, index),
+            [place.get(row, row) for row in batch.outputs],
+            slots.keys,
+            slots.values,
+        )
+
+    def repack(self) -> None:
+        self._kernel.repack()
 
 
-class _Packed:
-    """Linear layers over one input, as a single prepacked one."""
-
-    def __init__(self, linears: list[Any]) -> None:
-        weight = linears[0].weight if len(linears) == 1 else torch.cat([linear.weight for linear in linears])
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
-        self.bias = None
-        if linears[0].bias is not None:
-            self.bias = torch.cat([linear.bias for linear in linears]).detach()
-
-    def __call__(self, x: Tensor, add: Tensor | None = None) -> Tensor:
-        """x [N, in] -> [N, out], plus `add` [N, out]."""
-        if add is None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return torch.ops.mkldnn._linear_pointwise(x, add, self.weight, self.bias, "add")
+def _decode_clusters(prompts: Sequence[tuple[int, ...] | None]) -> list[Cluster]:
+    """Neighbours with one prompt go together."""
+    clusters: list[Cluster] = []
+    start = 0
+    for row in range(1, len(prompts) + 1):
+        prompt = prompts[start]
+        alike = row < len(prompts) and prompt is not None and prompts[row] is prompt
+        if not alike or row - start == CLUSTER_ROWS:
+            clusters.append(Cluster(start, row - start, len(prompt) if prompt else 0))
+            start = row
+    return clusters
 
 
-def _norm(x: Tensor, norm: Any) -> Tensor:
-    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)
+def _chunk_clusters(batch: Batch) -> list[Cluster]:
+    """The tokens of a chunk look at one slot, so all they see is shared."""
+    return [
+        Cluster(chunk.row + first, min(CLUSTER_ROWS, chunk.stop - chunk.start - first), chunk.stop)
+        for chunk in batch.chunks
+        for first in range(0, chunk.stop - chunk.start, CLUSTER_ROWS)
+    ]
+
+
+def _llama_shaped(module: Any) -> bool:
+    if type(module).__name__ not in LLAMA_SHAPED or module.config.hidden_act != "silu":
+        return False
+    probe = _probe(module)
+    shapes = set(probe.shapes.values())
+    # Kernels read whole vectors of a head, of the widest kind that there is.
+    return len(shapes) == 1 and next(iter(shapes)).key_dim % 16 == 0
+
+
+def _weight(module: nn.Module, name: str) -> Tensor | None:
+    norm = getattr(module, name, None)
+    return None if norm is None else norm.weight
+
+
+@torch.inference_mode()
+def _probe(module: nn.Module) -> LayerProbe:
+    """What each layer's attention looks like, from a forward of one token."""
+    probe = LayerProbe()
+    one = torch.zeros(1, 1, dtype=torch.long, device=next(module.parameters()).device)
+    with attention_backend(probe):
+        module(input_ids=one, position_ids=one, use_cache=False)
+    return probe

@@ -5,27 +5,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from headrace.engine.attention import Chunk, LayerProbe, SlotAttention
+from headrace.engine.batch import Batch, Chunk
 from headrace.engine.forward import Forward
 from headrace.engine.scheduler import Plan
 from headrace.engine.sequence import EngineSequence
-from headrace.engine.slots import KVSlots, LayerShape
-from headrace.models.attention import AttentionBackend
+from headrace.engine.slots import KVSlots
 
 
 class Runner:
     """The forward pass of the engine."""
 
-    def __init__(self, forward: Forward, device: torch.device) -> None:
+    def __init__(self, forward: Forward) -> None:
         self.forward = forward
-        self.device = device
-
-    @torch.inference_mode()
-    def layer_shapes(self) -> list[LayerShape]:
-        """What each layer's keys and values look like, from a forward of one token."""
-        probe = LayerProbe()
-        self._logits([0], [0], [0], probe)
-        return [probe.shapes[layer] for layer in sorted(probe.shapes)]
 
     @torch.inference_mode()
     def run(self, plan: Plan, slots: KVSlots) -> tuple[list[EngineSequence], Tensor]:
@@ -34,13 +25,11 @@ class Runner:
         Returns:
             The sequences that now have a next token to draw, and their logits [R, V].
         """
-        decode_slots = [_slot(s) for s in plan.decodes]
-        order = sorted(range(len(decode_slots)), key=decode_slots.__getitem__)
-        decodes = [plan.decodes[i] for i in order]
+        decodes = sorted(plan.decodes, key=_slot)
         token_ids = [s.token_ids[-1] for s in decodes]
         positions = [len(s.token_ids) - 1 for s in decodes]
         ready = list(decodes)
-        rows = list(range(len(decodes)))
+        outputs = list(range(len(decodes)))
         chunks: list[Chunk] = []
         for sequence, count in plan.chunks:
             start, stop = sequence.computed, sequence.computed + count
@@ -49,24 +38,16 @@ class Runner:
             positions.extend(range(start, stop))
             if stop == len(sequence.token_ids):
                 ready.append(sequence)
-                rows.append(len(token_ids) - 1)
-        backend = SlotAttention(slots, [_slot(s) for s in decodes], positions[: len(decodes)], chunks)
-        logits = self._logits(token_ids, positions, rows or [0], backend)
+                outputs.append(len(token_ids) - 1)
+        # KV that mixes weights is its sequence's own, whatever its tokens are.
+        prompts = [None if s.mixed else s.prompt for s in decodes]
+        batch = Batch(token_ids, positions, [_slot(s) for s in decodes], chunks, outputs, prompts)
+        logits = self.forward(batch, slots)
         for sequence in decodes:
             sequence.computed += 1
         for sequence, count in plan.chunks:
             sequence.computed += count
-        return ready, logits[: len(rows)]
-
-    def _logits(
-        self, token_ids: list[int], positions: list[int], rows: list[int], backend: AttentionBackend
-    ) -> Tensor:
-        return self.forward(
-            torch.tensor(token_ids, device=self.device),
-            torch.tensor(positions, device=self.device),
-            torch.tensor(rows, device=self.device),
-            backend,
-        )
+        return ready, logits
 
 
 def _slot(sequence: EngineSequence) -> int:

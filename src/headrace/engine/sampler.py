@@ -15,6 +15,8 @@ import hashlib
 import torch
 from torch import Tensor
 
+from headrace import kernels
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _ONE_BELOW = {torch.float32: 1.0 - 2.0**-24, torch.float64: 1.0 - 2.0**-53}
@@ -46,6 +48,10 @@ def sample(
     Returns:
         The ids and their log-probs. A row whose logits hold NaN or +inf has a log-prob that is not finite.
     """
+    cuts = any(top_ks) or any(p < 1 for p in top_ps)
+    native = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
+    if native and not cuts and kernels.available():
+        return kernels.draw(logits, temperatures, uniforms)
     if logits.dtype not in _ONE_BELOW:
         logits = logits.float()
     peaks, greedy_ids = logits.max(dim=-1)

@@ -18,11 +18,11 @@ from headrace.types import Sampling
 
 @dataclass(slots=True)
 class EngineSequence:
-    """A request and its progress. `prompt_length` counts the leading tokens that are not to be sampled."""
+    """A request and its progress. `prompt` holds the leading tokens that are not sampled; equal ones are one object."""
 
     request_id: Hashable
     token_ids: list[int]
-    prompt_length: int
+    prompt: tuple[int, ...]
     sampling: Sampling
     random_key: int
     priority: tuple[int, ...]
@@ -38,6 +38,10 @@ class EngineSequence:
     def order(self) -> tuple[tuple[int, ...], int]:
         """Sorting key: the most urgent first, then the oldest."""
         return (self.priority, self.arrival)
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt)
 
     @property
     def pending(self) -> int:

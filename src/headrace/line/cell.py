@@ -11,6 +11,7 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -20,6 +21,7 @@ import torch
 
 from headrace.engine import Engine, TokenEvent
 from headrace.schedule import DecodeCost, ThreadShare, Unit
+from headrace.schedule.threads import WINDOW_S
 from headrace.state.machine import cpu_seconds_of_others
 from headrace.state.weights import mint
 from headrace.trainer import GradientResult, StepResult, Trainer
@@ -46,11 +48,16 @@ class Cell:
         self.weights_id = engine.weights_id
         self.decode_cost = DecodeCost()
         self.seconds: dict[str, float] = defaultdict(float)
+        self._cores_read = -math.inf
 
     def adapt_threads(self, share: ThreadShare) -> None:
         """Compute with as many threads as other processes leave cores for."""
+        now = time.monotonic()
+        if now - self._cores_read < WINDOW_S:
+            return
+        self._cores_read = now
         before = share.threads
-        if share.observe(time.monotonic(), cpu_seconds_of_others()) != before:
+        if share.observe(now, cpu_seconds_of_others()) != before:
             torch.set_num_threads(share.threads)
 
     def decode(self) -> list[TokenEvent]:

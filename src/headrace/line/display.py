@@ -32,6 +32,7 @@ _POLL_S = 0.2
 _REFRESH_PER_S = 4
 _SPARKLINE_WIDTH = 40
 _BAR_WIDTH = 40
+_SAME_POLICY_ESS = 0.999  # above it only rounding tells the rollouts' policy from the trained one
 _BARS = "▁▂▃▄▅▆▇█"
 _DOING: dict[str, str] = {
     Unit.DECODE: "generating",
@@ -293,6 +294,7 @@ def step_line(metrics: Mapping[str, Any], steps: int | None) -> str:
         f"loss {metrics['loss']:.4f}",
         f"grad norm {metrics['grad_norm']:.3g}",
         f"staleness {metrics['staleness_mean']:.2f}",
+        *_mismatch(metrics["mismatch_ess"]),
         f"generated {_pace(metrics['tokens_generated'], metrics['time_decode_s'])}",
         f"trained {_pace(metrics['tokens_trained'], metrics['time_gradient_s'])}",
         f"{seconds:.1f} s",
@@ -300,6 +302,11 @@ def step_line(metrics: Mapping[str, Any], steps: int | None) -> str:
     if steps and step < steps:
         parts.append(f"about {clock(seconds * (steps - step))} left")
     return "  ".join(parts)
+
+
+def _mismatch(ess: float | None) -> list[str]:
+    """How much of the rollouts is left for the policy that is trained, where they come from another one."""
+    return [f"mismatch ESS {ess:.2f}"] if ess is not None and ess < _SAME_POLICY_ESS else []
 
 
 def _pace(tokens: int, seconds: float) -> str:

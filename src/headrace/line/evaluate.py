@@ -1,33 +1,33 @@
-"""Held-out accuracy: greedy answers to the environment's test tasks, with its own reward."""
+"""Held-out accuracy: greedy answers to the environment's test tasks, with its own reward.
+
+Invariant: the model's own weights answer, the ones that a run saves, whatever format rollouts are made with.
+"""
 
 from __future__ import annotations
 
 import time
 
-from headrace.config import Config
-from headrace.engine import Engine
-from headrace.environments import EnvironmentPool
 from headrace.errors import LineStuckError
 from headrace.line.observer import EvaluatedTask, Evaluation
-from headrace.line.setup import check_prompt
+from headrace.line.setup import Workplace
 from headrace.types import Sampling
 
 
-def evaluate(config: Config, engine: Engine, pool: EnvironmentPool, step: int) -> Evaluation:
-    """Answer up to `config.eval.tasks` held-out tasks at temperature 0.
+def evaluate(workplace: Workplace, step: int) -> Evaluation:
+    """Answer the held-out tasks at temperature 0, with the weights that `step` optimizer steps have made.
 
     A task whose environment fails is reported and left out of the accuracy: a failure is not a reward.
 
     Raises:
-        UserError: a test task's prompt does not fit the context.
         LineStuckError: rewards did not come within `line.wait_timeout_s`.
     """
-    tasks = pool.test_tasks(config.eval.tasks) if config.eval.tasks else []
-    prompts = [check_prompt(engine, task) for task in tasks]
+    config, pool = workplace.config, workplace.pool
+    tasks = [held_out.task for held_out in workplace.held_out]
+    prompts = [held_out.prompt_ids for held_out in workplace.held_out]
     sampling = Sampling(
         temperature=0.0, max_tokens=config.sampling.max_tokens, stop=tuple(config.sampling.stop)
     )
-    outputs = engine.generate(prompts, sampling) if prompts else []
+    outputs = workplace.unquantised_engine().generate(prompts, sampling) if prompts else []
     completions = [output.samples[0].text for output in outputs]
     for index, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
         pool.submit(("evaluation", index), task, completion)

@@ -35,8 +35,10 @@ class Candidate:
             raise UserError(
                 "eval.tasks = 0 measures nothing; set it to the number of held-out tasks to answer"
             )
-        with prepare(self.config, self.model_path) as workplace:
-            return evaluate(self.config, workplace.engine, workplace.pool, self.step)
+        # Nothing is rolled out here, so the weights that would do so are never quantised.
+        engine = self.config.engine.model_copy(update={"weight_format": "float32"})
+        with prepare(self.config.model_copy(update={"engine": engine}), self.model_path) as workplace:
+            return evaluate(workplace, self.step)
 
 
 def candidate(target: str | Path, checkpoint: int | None = None) -> Candidate:
@@ -57,14 +59,19 @@ def candidate(target: str | Path, checkpoint: int | None = None) -> Candidate:
     with RunFolder.open(target, read_only=True) as folder:
         steps = folder.checkpoints()
         if checkpoint is None and folder.final_path.is_dir():
-            verify_checkpoint(folder.final_path)
-            return Candidate(folder.config, folder.final_path, folder.config.line.steps)
-        if checkpoint in steps:
-            verify_checkpoint(folder.checkpoint_path(checkpoint))
-            return Candidate(folder.config, folder.checkpoint_path(checkpoint), checkpoint)
+            path, step = folder.final_path, folder.config.line.steps
+        elif checkpoint in steps:
+            path, step = folder.checkpoint_path(checkpoint), checkpoint
+        else:
+            raise _not_saved(target, checkpoint, steps)
+        verify_checkpoint(path)
+        return Candidate(folder.config, path, step)
+
+
+def _not_saved(target: Path, checkpoint: int | None, steps: list[int]) -> UserError:
     missing = "no final model yet" if checkpoint is None else f"no checkpoint of step {checkpoint}"
     if steps:
         have = f"choose one of its checkpoints with --checkpoint: {', '.join(map(str, steps))}"
     else:
         have = f"it has no checkpoint either; train on with --resume {target}"
-    raise UserError(f"{target} has {missing}; {have}")
+    return UserError(f"{target} has {missing}; {have}")

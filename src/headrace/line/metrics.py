@@ -1,4 +1,4 @@
-"""One step's line in `metrics.jsonl`.
+"""One step's line in `metrics.jsonl`, and the account from which it is made.
 
 Keys are flat; times are wall seconds, memory is MB (2**20 bytes), tokens are sampled tokens. A measure
 that has no value in a step (the difference of no tokens) is null.
@@ -6,14 +6,70 @@ that has no value in a step (the difference of no tokens) is null.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from headrace.line.cell import PUBLISH
 from headrace.schedule import Bucket, Unit
 from headrace.state.machine import resident_mb
-from headrace.trainer import StepResult, TokenStatistics
+from headrace.trainer import Divergence, StepResult
 from headrace.types import Group
+
+
+class StepAccount:
+    """The step that is under way: what the line's totals were when it began, and how long it has taken.
+
+    Attributes:
+        books: the ledger's totals at its beginning.
+        counters: the line's other totals at its beginning.
+    """
+
+    def __init__(self, books: dict[str, int], counters: dict[str, int], elapsed_s: float = 0.0) -> None:
+        self.books, self.counters = books, counters
+        self._elapsed_before = elapsed_s
+        self.start_clock()
+
+    def start_clock(self) -> None:
+        """Count from now on, beside what the step took before the run was resumed."""
+        self._started = time.perf_counter()
+
+    @property
+    def elapsed_s(self) -> float:
+        """Wall seconds of the step so far."""
+        return time.perf_counter() - self._started + self._elapsed_before
+
+    def close(
+        self,
+        *,
+        step: int,
+        groups: Sequence[Group],
+        result: StepResult,
+        mismatch: Divergence,
+        seconds: Mapping[str, float],
+        books: dict[str, int],
+        counters: dict[str, int],
+    ) -> dict[str, Any]:
+        """The step's metrics; the next step begins here. `books` and `counters` are the totals now."""
+        before, elapsed_s = self.books, self.elapsed_s
+        changes = {name: counters[name] - self.counters[name] for name in counters}
+        self.books, self.counters = books, counters
+        self._elapsed_before = 0.0
+        self.start_clock()
+        return step_metrics(
+            step=step,
+            groups=groups,
+            result=result,
+            mismatch=mismatch,
+            seconds=seconds,
+            time_step_s=elapsed_s,
+            settled={bucket: books[bucket] - before[bucket] for bucket in Bucket},
+            tokens_generated=books["generated"] - before["generated"],
+            tokens_generated_total=books["generated"],
+            counters=changes,
+        )
 
 
 def step_metrics(
@@ -21,7 +77,7 @@ def step_metrics(
     step: int,
     groups: Sequence[Group],
     result: StepResult,
-    probe: TokenStatistics,
+    mismatch: Divergence,
     seconds: Mapping[str, float],
     time_step_s: float,
     settled: Mapping[Bucket, int],
@@ -34,11 +90,11 @@ def step_metrics(
     Args:
         step: steps completed with this one, which is also the version it published.
         groups: the groups it consumed.
-        probe: statistics over tokens of the weights that were trained, from the batch and the probe.
+        mismatch: trainer against generator under the weights that were trained.
         seconds: wall time per unit.
         settled: tokens settled in this step, per ledger bucket.
         tokens_generated: tokens sampled in this step.
-        counters: further numbers of the line.
+        counters: further events of the step.
     """
     trajectories = [t for group in groups for t in group.trajectories]
     rewards = [t.reward for t in trajectories if t.reward is not None]
@@ -56,11 +112,13 @@ def step_metrics(
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         "clipped_ratio": statistics.clipped_ratio,
-        "logprob_diff_mean": probe.logprob_diff_mean,
-        "logprob_diff_max": probe.logprob_diff_max,
-        "logprob_diff_tokens": probe.current,
-        "ess": statistics.ess,
-        "kl": statistics.kl,
+        "logprob_diff_mean": mismatch.difference_mean,
+        "logprob_diff_max": mismatch.difference_max if mismatch.tokens else None,
+        "logprob_diff_tokens": mismatch.tokens,
+        "mismatch_ess": mismatch.ess,
+        "mismatch_kl": mismatch.kl,
+        "ess": statistics.drift.ess,
+        "kl": statistics.drift.kl,
         "staleness_mean": statistics.staleness_mean,
         "staleness_max": statistics.staleness_max,
         "time_step_s": time_step_s,
@@ -76,5 +134,13 @@ def step_metrics(
         "effective_tokens_per_s": settled.get(Bucket.TRAINED, 0) / time_step_s,
         **{f"ledger_{bucket}": count for bucket, count in settled.items()},
         **counters,
+        "threads": torch.get_num_threads(),
         "memory_mb": resident_mb(),
     }
+
+
+def token_rates(metrics: Mapping[str, Any]) -> tuple[float, float]:
+    """Tokens per second of Decode and of Gradient units in a step."""
+    decode = metrics["tokens_generated"] / metrics["time_decode_s"] if metrics["time_decode_s"] else 0.0
+    train = metrics["tokens_trained"] / metrics["time_gradient_s"] if metrics["time_gradient_s"] else 0.0
+    return decode, train

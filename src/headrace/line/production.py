@@ -7,7 +7,7 @@ Invariants
 * No token is trained above `line.max_staleness` (`schedule/admission.py`), also after a resume.
 * A group is consumed once, by one step; the ledger balances after every step.
 * Every wait has a name and a deadline; a line that nothing can move any more ends with an error at once.
-* A checkpoint holds all of the line's state: a resume goes on with the same tasks, counters and trajectories.
+* A line can go on from each of its checkpoints (`line/checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -19,15 +19,18 @@ from typing import Any
 
 import torch
 
-from headrace.errors import EnvironmentFailure, LineStuckError, NonFiniteError, RunError, UserError
+from headrace import kernels
+from headrace.errors import EnvironmentFailure, LineStuckError, NonFiniteError, RunError
+from headrace.line import checkpoint
 from headrace.line.agreement import Agreement
 from headrace.line.cell import Cell
 from headrace.line.episodes import Episodes
 from headrace.line.evaluate import evaluate
-from headrace.line.metrics import step_metrics
+from headrace.line.intake import Intake
+from headrace.line.metrics import StepAccount, token_rates
 from headrace.line.observer import Evaluation, LineResult, LineStatus, Observer
-from headrace.line.run_folder import RunFolder
-from headrace.line.setup import Workplace, check_prompt
+from headrace.line.run_folder import CONFIG, RunFolder
+from headrace.line.setup import Workplace
 from headrace.schedule import (
     Admission,
     Bucket,
@@ -39,8 +42,8 @@ from headrace.schedule import (
     worth_starting,
 )
 from headrace.state.machine import core_numbers
-from headrace.trainer import TokenStatistics, Trainer, load_checkpoint, save_checkpoint
-from headrace.types import Group, Trajectory
+from headrace.trainer import Trainer, save_checkpoint
+from headrace.types import Trajectory
 
 REPORT_WAIT_S = 10.0
 """A wait says what it waits for this often."""
@@ -51,15 +54,18 @@ PROMPT_ANSWER_S = 0.05
 REPLACED_LIMIT = 10
 """With `zero_advantage = "replace"`, at most this many times B groups are replaced in one step; further ones count."""
 
-SKIPPED_LIMIT = 100
-"""Tasks in a row whose prompts do not fit before the run ends."""
-
 
 class Production:
     """A line that runs.
 
     Args:
         stopping: asked between units; true ends the run with a checkpoint.
+
+    Attributes:
+        pending: committed groups whose gradient is not taken yet, the oldest first.
+        failed_groups, failed_in_a_row, replaced: groups closed because the environment failed them, since the last
+            usable group, and closed without advantage.
+        metrics: the steps' lines of `metrics.jsonl`.
     """
 
     def __init__(
@@ -67,7 +73,7 @@ class Production:
     ) -> None:
         config = workplace.config
         self.config, self.folder, self.observer, self.stopping = config, folder, observer, stopping
-        self.engine, self.pool = workplace.engine, workplace.pool
+        self.workplace, self.engine, self.pool = workplace, workplace.engine, workplace.pool
         self.model = workplace.model
         reference = copy.deepcopy(self.model.module) if config.algorithm.kl_coef > 0 else None
         trainer = Trainer(self.model.module, config.algorithm, config.trainer, config.line.steps, reference)
@@ -78,42 +84,44 @@ class Production:
         self.admission = Admission(config.line.steps, config.line.groups_per_step, config.line.max_staleness)
         self.ledger = Ledger()
         self.episodes = Episodes(config, self.engine, self.pool, self.ledger, observer.on_message)
-        self.next_group = 0
-        self.next_task = 0
-        self.skipped = 0
+        self.intake = Intake(self.engine, self.pool, observer.on_message)
+        self.agreement = Agreement(config)
         self.failed_groups = 0
         self.failed_in_a_row = 0
         self.replaced = 0
+        self.pending: list[int] = []
         self.metrics: list[dict[str, Any]] = []
-        self._pending: list[int] = []
-        self.agreement = Agreement(config.line.logprob_diff_limit)
-        self._ledger_before = self.ledger.to_dict()
-        self._counters_before = self._counters()
-        self._step_started = time.perf_counter()
-        self._elapsed_before = 0.0
+        self.open_account(self.ledger.to_dict())
         self._rates = (0.0, 0.0)
 
+    def open_account(self, books: dict[str, int], elapsed_s: float = 0.0) -> None:
+        """Begin the account of a step at these totals of the ledger, `elapsed_s` after the step began."""
+        self.account = StepAccount(books, self._counters(), elapsed_s)
+
     def run(self, resume: bool) -> LineResult:
-        restored = self._restore() if resume else None
+        model = self.config.model
+        if model.device == "cpu" and model.dtype == "float32" and (reason := kernels.unavailable_reason()):
+            self.observer.on_message(f"generation runs on PyTorch's operators, more slowly: {reason}")
+        restored = checkpoint.restore(self) if resume else None
         result = LineResult(self.folder.path, self.metrics)
         if resume:
             result.before = self.folder.evaluation("before")
         # Weights that were trained already cannot tell what came before.
         if result.before is None and restored is None and self.config.eval.tasks and not self.stopping():
             result.before = self._evaluate("before")
-        self._step_started = time.perf_counter()
+        self.account.start_clock()
         try:
             while not self.admission.finished:
                 if self.stopping():
-                    self._checkpoint()
+                    checkpoint.save(self)
                     result.interrupted = True
                     return result
                 self._advance()
         except (EnvironmentFailure, LineStuckError) as error:
             # The environment is broken, not the line: what it holds is worth keeping.
-            self._checkpoint()
+            checkpoint.save(self)
             raise type(error)(f"{error}; mend it, then continue with --resume {self.folder.path}") from error
-        self._checkpoint()
+        checkpoint.save(self)
         save_checkpoint(self.folder.final_path, self.model.module, self.model.path)
         if self.config.eval.tasks:
             result.after = self._evaluate("after")
@@ -152,7 +160,7 @@ class Production:
         """Take what the environments have answered; an idle engine waits a moment for what is about to come."""
         for reply in self.pool.poll():
             self.episodes.on_reply(reply)
-        while self.episodes.at_environment and not self.engine.num_unfinished and not self._pending:
+        while self.episodes.at_environment and not self.engine.num_unfinished and not self.pending:
             with self.cell.booked(Unit.WAIT):
                 replies = self.pool.wait(PROMPT_ANSWER_S)
             if not replies:
@@ -162,22 +170,8 @@ class Production:
 
     def _admit(self) -> None:
         """Start groups while the bound allows it and the line gains by it."""
-        skipped = 0
         while self.admission.can_admit() and self._worth_starting():
-            task = self.pool.train_task(self.next_task)
-            self.next_task += 1
-            try:
-                prompt_ids = check_prompt(self.engine, task)
-            except UserError as error:
-                self.skipped += 1
-                skipped += 1
-                self.observer.on_message(f"task {self.next_task - 1} is skipped: {error}")
-                if skipped == SKIPPED_LIMIT:
-                    raise RunError(f"{skipped} tasks in a row do not fit the context: {error}") from None
-                continue
-            skipped = 0
-            group = Group(self.next_group, task, prompt_ids, self.admission.version)
-            self.next_group += 1
+            group = self.intake.take(self.admission.version)
             self.episodes.start(group, self.admission.admit(group.id))
 
     def _worth_starting(self) -> bool:
@@ -206,12 +200,12 @@ class Production:
                 ready.append(group_id)
         while (group_id := self.admission.next_commit(ready)) is not None:
             self.admission.commit(group_id)
-            self._pending.append(group_id)
+            self.pending.append(group_id)
 
     def _replaceable(self, group_id: int) -> bool:
         if self.config.algorithm.zero_advantage != "replace":
             return False
-        replaced = self.replaced - self._counters_before["groups_replaced"]
+        replaced = self.replaced - self.account.counters["groups_replaced"]
         rewards = self.episodes.groups[group_id].rewards
         return len(set(rewards)) == 1 and replaced < REPLACED_LIMIT * self.config.line.groups_per_step
 
@@ -237,8 +231,8 @@ class Production:
         return LineState(
             groups_per_step=self.config.line.groups_per_step,
             committed=len(self.admission.committed),
-            pending_gradient_groups=len(self._pending),
-            pending_gradient_tokens=sum(map(self._packed_tokens, self._pending)),
+            pending_gradient_groups=len(self.pending),
+            pending_gradient_tokens=sum(map(self._packed_tokens, self.pending)),
             micro_batch_tokens=self.config.trainer.micro_batch_tokens,
             decodable=self.engine.num_unfinished,
             waiting_on_environment=len(self.episodes.at_environment),
@@ -252,19 +246,19 @@ class Production:
     def _gradient(self) -> None:
         """Take the gradient of the oldest committed groups, about one micro-batch of them."""
         taken, tokens = 0, 0
-        for group_id in self._pending:
+        for group_id in self.pending:
             size = self._packed_tokens(group_id)
             if taken and tokens + size > self.config.trainer.micro_batch_tokens:
                 break
             taken, tokens = taken + 1, tokens + size
-        groups = [self.episodes.groups[group_id].trajectories for group_id in self._pending[:taken]]
+        groups = [self.episodes.groups[group_id].trajectories for group_id in self.pending[:taken]]
         result = self.cell.gradient(groups, self.config.line.max_staleness)
-        self.agreement.statistics.merge(result.statistics)
-        del self._pending[:taken]
+        self.agreement.mismatch.merge(result.statistics.mismatch)
+        del self.pending[:taken]
 
     def _step(self) -> None:
         """Update the weights, publish them, settle the consumed groups, and log the step."""
-        self.agreement.check(self.cell, self.episodes, set(self.admission.committed))
+        self._check_agreement()
         result = self.cell.optimizer_step()
         groups = [self.episodes.remove(group_id) for group_id in self.admission.complete_step()]
         gradient = result.gradient
@@ -273,25 +267,15 @@ class Production:
         self.ledger.settle(Bucket.MASKED, gradient.tokens_masked)
         self.ledger.check(self.episodes.tokens_in_flight())
         step = self.admission.version
-        books, counters = self.ledger.to_dict(), self._counters()
-        seconds = self.cell.take_seconds()
-        now = time.perf_counter()
-        metrics = step_metrics(
+        metrics = self.account.close(
             step=step,
             groups=groups,
             result=result,
-            probe=self.agreement.statistics,
-            seconds=seconds,
-            time_step_s=now - self._step_started + self._elapsed_before,
-            settled={bucket: books[bucket] - self._ledger_before[bucket] for bucket in Bucket},
-            tokens_generated=books["generated"] - self._ledger_before["generated"],
-            tokens_generated_total=books["generated"],
-            counters={name: counters[name] - self._counters_before[name] for name in counters}
-            | {"threads": torch.get_num_threads()},
+            mismatch=self.agreement.take(),
+            seconds=self.cell.take_seconds(),
+            books=self.ledger.to_dict(),
+            counters=self._counters(),
         )
-        self._step_started, self._elapsed_before = now, 0.0
-        self.agreement.statistics = TokenStatistics()
-        self._ledger_before, self._counters_before = books, counters
         self._rates = token_rates(metrics)
         self.folder.append_trajectories(step, groups)
         self.folder.append_metrics(metrics)
@@ -304,7 +288,18 @@ class Production:
             )
         every = self.config.line.checkpoint_every
         if every and step % every == 0 and not self.admission.finished:
-            self._checkpoint()
+            checkpoint.save(self)
+
+    def _check_agreement(self) -> None:
+        """Stop the run where rollouts are not the policy's any more, with its state saved."""
+        self.agreement.complete(self.cell, self.episodes)
+        problem = self.agreement.judge()
+        if problem is not None:
+            checkpoint.save(self)
+            raise RunError(
+                f"step {self.admission.version + 1}: {problem}; the run is saved: edit {self.folder.path / CONFIG} and "
+                f"continue with --resume {self.folder.path}"
+            )
 
     def _wait(self, state: LineState) -> None:
         """Wait for an environment, by name and with a deadline."""
@@ -333,7 +328,7 @@ class Production:
 
     def _evaluate(self, name: str) -> Evaluation:
         """Measure held-out accuracy and keep the answers in the run folder."""
-        evaluation = evaluate(self.config, self.engine, self.pool, self.admission.version)
+        evaluation = evaluate(self.workplace, self.admission.version)
         self.folder.write_evaluation(name, evaluation)
         self.observer.on_evaluation(name, evaluation)
         return evaluation
@@ -363,7 +358,7 @@ class Production:
             "environment_failures": self.episodes.failures,
             "groups_failed": self.failed_groups,
             "groups_replaced": self.replaced,
-            "tasks_skipped": self.skipped,
+            "tasks_skipped": self.intake.skipped,
             "preemptions": self.engine.scheduler.preemptions,
             "prefix_hit_tokens": self.engine.cache.hit_tokens,
         }
@@ -371,90 +366,3 @@ class Production:
     def _trajectory(self, key: Any) -> Trajectory | None:
         group = self.episodes.groups.get(key.group)
         return None if group is None else group.samples[key.sample]
-
-    def _checkpoint(self) -> None:
-        step = self.admission.version
-        state = {
-            "version": step,
-            "group_size": self.config.algorithm.group_size,
-            "weights_id": self.cell.weights_id,
-            "admission": self.admission.state_dict(),
-            "ledger": self.ledger.to_dict(),
-            "ledger_before": self._ledger_before,
-            "episodes": self.episodes.state_dict(),
-            "next_group": self.next_group,
-            "next_task": self.next_task,
-            "skipped": self.skipped,
-            "failed_groups": self.failed_groups,
-            "failed_in_a_row": self.failed_in_a_row,
-            "replaced": self.replaced,
-            "step_seconds": dict(self.cell.seconds),
-            "step_elapsed_s": time.perf_counter() - self._step_started + self._elapsed_before,
-        }
-        path = self.folder.checkpoint_path(step)
-        save_checkpoint(path, self.model.module, self.model.path, self.cell.trainer.state_dict(), state)
-        self.folder.prune(self.config.line.keep_checkpoints)
-
-    def _restore(self) -> int | None:
-        """Go on from the last checkpoint, or from step 0 when there is none. Returns its step.
-
-        Raises:
-            UserError: the settings are not those of the checkpoint.
-        """
-        step = self.folder.latest_checkpoint()
-        if step is None:
-            self.folder.rewind(0)
-        else:
-            state = load_checkpoint(self.folder.checkpoint_path(step), self.model.module, self.cell.trainer)
-            self.cell.publish(state["version"], state["weights_id"])
-            self._check_settings(state)
-            self.admission = Admission.from_state(state["admission"] | {"steps": self.config.line.steps})
-            self.folder.rewind(step)
-            self.ledger = self.episodes.ledger = Ledger.from_dict(state["ledger"])
-            self.next_group, self.next_task = state["next_group"], state["next_task"]
-            self.skipped, self.replaced = state["skipped"], state["replaced"]
-            self.failed_groups, self.failed_in_a_row = state["failed_groups"], state["failed_in_a_row"]
-            self.episodes.load_state(state["episodes"], self.admission.outstanding)
-            # Gradients are not part of a checkpoint: those of committed groups are taken again.
-            self._pending = list(self.admission.committed)
-            self._ledger_before = state["ledger_before"]
-            self._counters_before = self._counters()
-            self._elapsed_before = state["step_elapsed_s"]
-            self.cell.seconds.update(state["step_seconds"])
-            self.metrics.extend(self.folder.metrics())
-        lost = max(0, self.folder.noted_generated() - self.ledger.generated)
-        self.ledger.generate(lost)
-        self.ledger.settle(Bucket.LOST, lost)
-        self.observer.on_message(
-            f"resuming {self.folder.path} at step {step or 0}"
-            + (f"; {lost} tokens generated after it are lost" if lost else "")
-        )
-        return step
-
-    def _check_settings(self, saved: dict[str, Any]) -> None:
-        """Refuse settings that the restored state contradicts. More steps than before are welcome."""
-        line = self.config.line
-        kept = {
-            "line.groups_per_step": (saved["admission"]["groups_per_step"], line.groups_per_step),
-            "line.max_staleness": (saved["admission"]["max_staleness"], line.max_staleness),
-            "algorithm.group_size": (saved["group_size"], self.config.algorithm.group_size),
-        }
-        for name, (then, now) in kept.items():
-            if then != now:
-                raise UserError(
-                    f"{name} was {then} when this run was saved and is {now} now; a run keeps it to its end"
-                )
-        state = saved["admission"]
-        started = state["consumed"] + len(state["outstanding"])
-        if line.steps * line.groups_per_step < started:
-            raise UserError(
-                f"line.steps = {line.steps} is too few: this run has completed {state['version']} steps and started "
-                f"groups for {-(-started // line.groups_per_step)}"
-            )
-
-
-def token_rates(metrics: dict[str, Any]) -> tuple[float, float]:
-    """Tokens per second of Decode and of Gradient units in a step."""
-    decode = metrics["tokens_generated"] / metrics["time_decode_s"] if metrics["time_decode_s"] else 0.0
-    train = metrics["tokens_trained"] / metrics["time_gradient_s"] if metrics["time_gradient_s"] else 0.0
-    return decode, train

@@ -7,10 +7,10 @@ folder exists.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -31,14 +31,36 @@ from headrace.state.machine import available_cores, available_mb, tune_allocator
 from headrace.state.weights import content_digest
 
 
+class HeldOutTask(NamedTuple):
+    """A test task and its prompt as token ids."""
+
+    task: dict[str, Any]
+    prompt_ids: list[int]
+
+
 @dataclass(slots=True)
 class Workplace:
-    """An environment that answers and a model that generates, checked against each other."""
+    """An environment that answers and a model that generates, checked against each other.
+
+    Attributes:
+        held_out: the test tasks to measure accuracy with.
+    """
 
     config: Config
     pool: EnvironmentPool
     model: LoadedModel
     engine: Engine
+    held_out: list[HeldOutTask] = field(default_factory=list)
+
+    def unquantised_engine(self) -> Engine:
+        """An idle engine over the model's own weights: the generator, or a short-lived one beside quantised weights."""
+        settings = self.config.engine
+        if settings.weight_format == "float32":
+            return self.engine
+        # The generator holds KV already; what is free now must do for this one.
+        free_mb = max(1, int(available_mb() / 2))
+        update = {"weight_format": "float32", "kv_memory_mb": min(settings.kv_memory_mb or free_mb, free_mb)}
+        return Engine(self.model, settings.model_copy(update=update), self.engine.weights_id)
 
     def __enter__(self) -> Self:
         return self
@@ -73,9 +95,10 @@ def prepare(config: Config, model_path: Path | None = None, output: int | None =
             attn_implementation=ATTENTION,
         )
         engine = Engine(model, config.engine, content_digest(model.module))
-        for task in (first_task, *pool.test_tasks(config.eval.tasks)):
-            check_prompt(engine, task)
-        return Workplace(config, pool, model, engine)
+        check_prompt(engine, first_task)
+        tasks = pool.test_tasks(config.eval.tasks)
+        held_out = [HeldOutTask(task, check_prompt(engine, task)) for task in tasks]
+        return Workplace(config, pool, model, engine, held_out)
     except BaseException:
         pool.close()
         raise
@@ -112,8 +135,14 @@ def memory_estimate(config: Config) -> dict[str, float]:
     itemsize = 8 if config.model.dtype == "float64" else 4
     parameters = parameter_count(path) * itemsize / 2**20
     copies = {"weights": parameters, "gradients": parameters, "optimizer moments": 2 * parameters}
+    quantised = config.engine.weight_format == "int8"
+    if quantised:
+        copies["int8 weights"] = parameters / itemsize
     if config.engine.prepack and config.model.device == "cpu" and config.model.dtype == "float32":
-        copies["prepacked weights"] = parameters
+        if not quantised:
+            copies["prepacked weights"] = parameters
+        elif config.eval.tasks:
+            copies["weights for evaluation"] = parameters
     if config.algorithm.kl_coef > 0:
         copies["reference model"] = parameters
     model_config = read_config(path)

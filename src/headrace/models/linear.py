@@ -42,19 +42,19 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias = bias is not None
-        return _multiply(x, weight, bias)
+        return multiply(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         # oneDNN reads transposed operands in place.
-        grad_x = _multiply(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None
-        grad_weight = _multiply(rows.t(), inputs.t(), None) if ctx.needs_input_grad[1] else None
+        grad_x = multiply(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None
+        grad_weight = multiply(rows.t(), inputs.t(), None) if ctx.needs_input_grad[1] else None
         grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias
 
 
-def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x [..., K] times weight [N, K] transposed, plus bias [N]."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

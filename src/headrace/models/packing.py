@@ -1,21 +1,23 @@
 """An inference replica: the same module, with its linear layers in the device's own layout.
 
 The replica shares every parameter and buffer with the module it was made from; only linear weights are held a
-second time, in the layout that oneDNN multiplies fastest. After the trainer changed the weights, `repack`
-brings those copies up to date.
+second time: in the layout that oneDNN multiplies fastest, or as int8. After the trainer changed the weights,
+`repack` brings those copies up to date.
 
 Invariant: between `repack` and the next change of the module's parameters, replica and module compute the same
-function to within rounding.
+function, to within rounding: that of float32, or that of int8.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from headrace.models.linear import OneDNNLinear, suits_onednn
+from headrace.kernels import PackedWeight
+from headrace.models.linear import OneDNNLinear, multiply, suits_onednn
 
 
 class PackedLinear(nn.Module):
@@ -32,16 +34,44 @@ class PackedLinear(nn.Module):
         self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        return multiply(x, self.packed, self.bias)
 
 
-def inference_replica(module: nn.Module, prepack: bool = True) -> nn.Module:
-    """A copy of `module`'s structure over the same tensors, prepacked where that is faster."""
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is kept as int8. Takes and gives float32 on the CPU, no gradient.
+
+    Args:
+        input_peaks: [in], the largest magnitude of each input channel.
+    """
+
+    def __init__(self, linear: nn.Linear, input_peaks: Tensor) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self._packed = PackedWeight([linear], input_peaks)
+
+    def repack(self) -> None:
+        self._packed.repack()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._packed(x)
+
+
+def inference_replica(
+    module: nn.Module, prepack: bool = True, peaks: Mapping[str, Tensor] | None = None
+) -> nn.Module:
+    """A copy of `module`'s structure over the same tensors, prepacked where that is faster.
+
+    Args:
+        peaks: by name of a linear layer the largest magnitude of its input channels; given, linear layers become int8.
+            Those of indexers stay as they are: rounding there changes what a token attends to.
+    """
     tensors = [*module.parameters(), *module.buffers()]
     replica = copy.deepcopy(module, memo={id(tensor): tensor for tensor in tensors})
     replica.eval()
     if prepack and suits_onednn(module):
-        _replace_linears(replica)
+        _replace_linears(replica, peaks or {}, "")
     return replica
 
 
@@ -49,14 +79,16 @@ def inference_replica(module: nn.Module, prepack: bool = True) -> nn.Module:
 def repack(replica: nn.Module) -> None:
     """Bring the prepacked weights up to date with the parameters."""
     for layer in replica.modules():
-        if isinstance(layer, PackedLinear):
+        if isinstance(layer, PackedLinear | Int8Linear):
             layer.repack()
 
 
 @torch.no_grad()
-def _replace_linears(module: nn.Module) -> None:
+def _replace_linears(module: nn.Module, peaks: Mapping[str, Tensor], prefix: str) -> None:
     for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
         if type(child) in (nn.Linear, OneDNNLinear):
-            setattr(module, name, PackedLinear(child))
+            quantised = path in peaks and "indexer" not in path.split(".")
+            setattr(module, name, Int8Linear(child, peaks[path]) if quantised else PackedLinear(child))
         else:
-            _replace_linears(child)
+            _replace_linears(child, peaks, path)

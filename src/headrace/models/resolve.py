@@ -25,7 +25,7 @@ from pathlib import Path
 from headrace.errors import ModelError
 from headrace.models import pinned, tiny
 from headrace.models.folder import check_folder, first_line, read_json
-from headrace.state.files import TEMPORARY_PREFIX, atomic_folder
+from headrace.state.files import TEMPORARY_PREFIX, atomic_folder, cache_folder
 
 logger = logging.getLogger("headrace.models")
 
@@ -80,14 +80,6 @@ def resolve(name: str | Path) -> Path:
 def aliases() -> dict[str, str]:
     """The names that headrace gives to models, with a line about each."""
     return {name: alias.description for name, alias in _ALIASES.items()}
-
-
-def cache_folder() -> Path:
-    """`$HEADRACE_CACHE`, else `$XDG_CACHE_HOME/headrace`, else `~/.cache/headrace`; it need not exist."""
-    if chosen := os.environ.get("HEADRACE_CACHE"):
-        return Path(chosen).expanduser().absolute()
-    xdg = os.environ.get("XDG_CACHE_HOME")
-    return (Path(xdg) if xdg else Path.home() / ".cache") / "headrace"
 
 
 def cached_models() -> list[CachedModel]:

@@ -27,7 +27,7 @@ from headrace.trainer.logprobs import packed_logprobs
 from headrace.trainer.optimizer import export_moments, import_moments, learning_rate_at, make_adamw
 from headrace.trainer.packing import MicroBatch, pack
 from headrace.trainer.statistics import TokenStatistics
-from headrace.types import Trajectory
+from headrace.types import Trajectory, TrajectoryId
 
 
 @dataclass(slots=True)
@@ -198,6 +198,10 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
         self._pending = GradientResult()
         self._taken = []
+
+    def taken(self) -> set[TrajectoryId]:
+        """The trajectories whose gradient was taken since the last step."""
+        return {sample.trajectory.id for members in self._taken for sample in members}
 
     @torch.no_grad()
     def token_logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:

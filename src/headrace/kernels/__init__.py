@@ -1,0 +1,19 @@
+"""Native CPU kernels: what a step of generation spends its time in, in C++ that is compiled where it runs."""
+
+from headrace.kernels.library import available, unavailable_reason
+from headrace.kernels.linear import PackedWeight, input_smoothing
+from headrace.kernels.llama import Cluster, LlamaKernel, LlamaLayer
+from headrace.kernels.memory import HugePages
+from headrace.kernels.sampler import draw
+
+__all__ = [
+    "Cluster",
+    "HugePages",
+    "LlamaKernel",
+    "LlamaLayer",
+    "PackedWeight",
+    "available",
+    "draw",
+    "input_smoothing",
+    "unavailable_reason",
+]
