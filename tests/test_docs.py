@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -13,14 +14,24 @@ from headrace.config import Config
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_settings_page_is_what_the_models_say() -> None:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs" / "reference.py")
+def script(name: str) -> ModuleType:
+    """One of the scripts beside the pages."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_settings_page_is_what_the_models_say() -> None:
     page = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
-    assert page == module.settings_page(), "run: .venv/bin/python docs/reference.py"
+    assert page == script("reference").settings_page(), "run: .venv/bin/python docs/reference.py"
+
+
+def test_the_performance_page_is_what_was_measured() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert page == script("performance").updated(page), "run: .venv/bin/python docs/performance.py"
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *(ROOT / "docs").glob("*.md")], ids=lambda p: p.name)

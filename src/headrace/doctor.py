@@ -132,7 +132,9 @@ def _compute() -> Iterator[Finding]:
     compiler = find_compiler()
     yield Finding(
         "native kernels",
-        f"built on first use by {compiler}" if compiler else "none: PyTorch's operators generate, more slowly",
+        f"built on first use by {compiler}"
+        if compiler
+        else "none: PyTorch's operators generate, more slowly",
         mend=None if compiler else "install g++, or set CXX; int8 weights need it",
     )
     devices = ["cpu"]

@@ -5,15 +5,29 @@ from headrace.kernels.linear import PackedWeight, input_smoothing
 from headrace.kernels.llama import Cluster, LlamaKernel, LlamaLayer
 from headrace.kernels.memory import HugePages
 from headrace.kernels.sampler import draw
+from headrace.kernels.training import (
+    PackedLayout,
+    log_sum_exp,
+    packed_attention,
+    rms_norm,
+    scaled_softmax,
+    swiglu,
+)
 
 __all__ = [
     "Cluster",
     "HugePages",
     "LlamaKernel",
     "LlamaLayer",
+    "PackedLayout",
     "PackedWeight",
     "available",
     "draw",
     "input_smoothing",
+    "log_sum_exp",
+    "packed_attention",
+    "rms_norm",
+    "scaled_softmax",
+    "swiglu",
     "unavailable_reason",
 ]

@@ -17,7 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from headrace import kernels
 from headrace.errors import ModelError
+from headrace.kernels import PackedLayout
 from headrace.models.attention import (
     ATTENTION,
     AttentionOptions,
@@ -87,6 +89,7 @@ class PackedAttention:
                     gather.extend(range(first, first + length))
                     gather.extend([first + length - 1] * (longest - length))
             start += segment.length
+        self._layout = PackedLayout([(segment.prompt, *segment.responses) for segment in segments])
         self._gather = torch.tensor(gather, device=device)
         inverse = [-1] * self.num_tokens
         for padded in range(len(gather) - 1, -1, -1):
@@ -109,6 +112,10 @@ class PackedAttention:
         if query.shape[1] != self.num_tokens:
             raise ValueError(f"packed attention for {self.num_tokens} tokens was given {query.shape[1]}")
         self.calls += 1
+        if _native(query, key, value, options):
+            return kernels.packed_attention(
+                query, key, value, self._layout, options.scaling, options.sliding_window
+            )
         queries, keys, values = self._blocks(query), self._blocks(key), self._blocks(value)
         outputs = []
         for index in range(len(self._pieces)):
@@ -184,6 +191,15 @@ def check_packable(module: nn.Module) -> None:
             f"{type(module).__name__} has {', '.join(other) or 'recurrent'} layers, through which packed "
             "responses would see one another; headrace trains models with full, sliding-window or sparse attention"
         )
+
+
+def _native(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> bool:
+    """Whether headrace's own kernel computes this attention."""
+    dim = query.shape[-1]
+    plain = options.softcap is None and options.sinks is None and options.selection is None
+    fits = dim == key.shape[-1] == value.shape[-1] and dim % 16 == 0
+    on_cpu = query.device.type == "cpu" and query.dtype == torch.float32
+    return plain and fits and on_cpu and kernels.available()
 
 
 def _bucket(length: int) -> int:

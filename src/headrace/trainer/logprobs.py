@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from headrace import kernels
 from headrace.trainer.attention import packed_attention
 from headrace.trainer.packing import MicroBatch
 
@@ -54,10 +55,8 @@ def selected_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, temperature
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
-        normalisers = torch.empty_like(temperatures)
-        for part in _slices(len(logits)):
-            scaled = logits[part].to(temperatures.dtype) / temperatures[part, None]
-            normalisers[part] = torch.logsumexp(scaled, dim=-1)
+        logits = logits.contiguous()
+        normalisers = _normalisers(logits, temperatures)
         ctx.save_for_backward(logits, rows, targets, temperatures, normalisers)
         return logits[rows, targets].to(temperatures.dtype) / temperatures[rows] - normalisers[rows]
 
@@ -67,12 +66,35 @@ class _SelectedLogprobs(torch.autograd.Function):
         logits, rows, targets, temperatures, normalisers = ctx.saved_tensors
         scaled_gradient = gradient / temperatures[rows]
         per_row = torch.zeros_like(temperatures).index_add(0, rows, scaled_gradient)
-        result = torch.empty_like(logits)
-        for part in _slices(len(logits)):
-            scaled = logits[part].to(temperatures.dtype) / temperatures[part, None]
-            result[part] = scaled.sub_(normalisers[part, None]).exp_().mul_(-per_row[part, None])
+        result = _scaled_softmax(logits, temperatures, normalisers, -per_row)
         result.index_put_((rows, targets), scaled_gradient.to(result.dtype), accumulate=True)
         return result, None, None, None
+
+
+def _normalisers(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """[R], log Σ_v exp(logits / temperature)."""
+    if _native(logits):
+        return kernels.log_sum_exp(logits, temperatures)
+    normalisers = torch.empty_like(temperatures)
+    for part in _slices(len(logits)):
+        scaled = logits[part].to(temperatures.dtype) / temperatures[part, None]
+        normalisers[part] = torch.logsumexp(scaled, dim=-1)
+    return normalisers
+
+
+def _scaled_softmax(logits: Tensor, temperatures: Tensor, normalisers: Tensor, factors: Tensor) -> Tensor:
+    """[R, V], factor · softmax(logits / temperature)."""
+    if _native(logits):
+        return kernels.scaled_softmax(logits, temperatures, normalisers, factors)
+    result = torch.empty_like(logits)
+    for part in _slices(len(logits)):
+        scaled = logits[part].to(temperatures.dtype) / temperatures[part, None]
+        result[part] = scaled.sub_(normalisers[part, None]).exp_().mul_(factors[part, None])
+    return result
+
+
+def _native(logits: Tensor) -> bool:
+    return logits.dtype == torch.float32 and logits.device.type == "cpu" and kernels.available()
 
 
 def _slices(rows: int) -> list[slice]:

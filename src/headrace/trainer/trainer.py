@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from headrace.algorithms import TokenLoss, aggregate, denominator, group_advantages, token_loss
 from headrace.config import AlgorithmConfig, TrainerConfig
 from headrace.errors import ConfigError, NonFiniteError, RunError
-from headrace.models.linear import use_onednn
+from headrace.models.fused import use_kernels
 from headrace.trainer.attention import check_packable
 from headrace.trainer.logprobs import packed_logprobs
 from headrace.trainer.optimizer import export_moments, import_moments, learning_rate_at, make_adamw
@@ -118,7 +118,7 @@ class Trainer:
         check_packable(module)
         for model in (module, reference):
             if model is not None:
-                use_onednn(model)
+                use_kernels(model)
         self.module = module.requires_grad_(True).eval()
         self.reference = None if reference is None else reference.requires_grad_(False).eval()
         self.config = config

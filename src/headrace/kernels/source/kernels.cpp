@@ -7,6 +7,7 @@
 #include "gemm.h"
 #include "sampler.h"
 #include "team.h"
+#include "training.h"
 #include "vector.h"
 
 namespace {
@@ -55,11 +56,14 @@ float root_mean_square(const float* x, int64_t count, float epsilon) {
     return 1.0f / sqrtf(total / count + epsilon);
 }
 
-void normalise(const float* x, const float* weight, int64_t count, float epsilon, float* out) {
-    const float inverse = root_mean_square(x, count, epsilon);
+void scale_row(const float* x, const float* weight, float factor, int64_t count, float* out) {
     int64_t j = 0;
-    for (; j + LANES <= count; j += LANES) store(out + j, load(x + j) * inverse * load(weight + j));
-    for (; j < count; j++) out[j] = x[j] * inverse * weight[j];
+    for (; j + LANES <= count; j += LANES) store(out + j, load(x + j) * factor * load(weight + j));
+    for (; j < count; j++) out[j] = x[j] * factor * weight[j];
+}
+
+void normalise(const float* x, const float* weight, int64_t count, float epsilon, float* out) {
+    scale_row(x, weight, root_mean_square(x, count, epsilon), count, out);
 }
 
 // One row to int8: out = round(x * smooth / scale), symmetric, with one scale for the row.
@@ -318,6 +322,108 @@ void headrace_sample(
     together(threads, [&](Member& member) {
         for (int64_t r; (r = member.take(rows)) >= 0;)
             draw(logits + r * vocabulary, vocabulary, temperatures[r], uniforms[r], ids + r, logprobs + r);
+    });
+}
+
+void headrace_packed_attention(const PackedBatch* batch, int32_t threads) {
+    const auto work = batch->shape.dim == 64    ? attend_segment<64>
+                      : batch->shape.dim == 128 ? attend_segment<128>
+                                                : attend_segment<0>;
+    together(threads, [&](Member& member) {
+        Held held;
+        for (int64_t task; (task = member.take(batch->segments * batch->shape.kv_heads)) >= 0;)
+            work(*batch, batch->segment[task / batch->shape.kv_heads], task % batch->shape.kv_heads, held);
+    });
+}
+
+void headrace_packed_attention_backward(
+    const PackedBatch* batch, const Strided* gradient, const Strided* query_gradient, const Strided* key_gradient,
+    const Strided* value_gradient, int32_t threads
+) {
+    const auto work = batch->shape.dim == 64    ? attend_segment_backward<64>
+                      : batch->shape.dim == 128 ? attend_segment_backward<128>
+                                                : attend_segment_backward<0>;
+    together(threads, [&](Member& member) {
+        Held held;
+        for (int64_t task; (task = member.take(batch->segments * batch->shape.kv_heads)) >= 0;)
+            work(
+                *batch, batch->segment[task / batch->shape.kv_heads], task % batch->shape.kv_heads, *gradient,
+                *query_gradient, *key_gradient, *value_gradient, held
+            );
+    });
+}
+
+// inverses [rows] holds 1 / rms of each row, for the way back.
+void headrace_rms_norm(
+    const float* x, const float* weight, int64_t rows, int64_t width, float epsilon, float* out, float* inverses,
+    int32_t threads
+) {
+    together(threads, [&](Member& member) {
+        int64_t r, last;
+        for (member.share(rows, FEW, &r, &last); r < last; r++) {
+            inverses[r] = root_mean_square(x + r * width, width, epsilon);
+            scale_row(x + r * width, weight, inverses[r], width, out + r * width);
+        }
+    });
+}
+
+// weight_gradients [threads][width] must be zeros; their sum over threads is the gradient.
+void headrace_rms_norm_backward(
+    const float* x, const float* weight, const float* gradient, const float* inverses, int64_t rows, int64_t width,
+    float* dx, float* weight_gradients, int32_t threads
+) {
+    together(threads, [&](Member& member) {
+        int64_t r, last;
+        for (member.share(rows, FEW, &r, &last); r < last; r++)
+            normalise_backward(
+                x + r * width, weight, gradient + r * width, width, inverses[r], dx + r * width,
+                weight_gradients + member.rank * width
+            );
+    });
+}
+
+void headrace_swiglu(const float* gate, const float* up, int64_t count, float* out, int32_t threads) {
+    together(threads, [&](Member& member) {
+        int64_t first, last;
+        member.share(count, 1 << 12, &first, &last);
+        if (first < last) activate(gate + first, up + first, last - first, out + first);
+    });
+}
+
+void headrace_swiglu_backward(
+    const float* gate, const float* up, const float* gradient, int64_t count, float* gate_gradient,
+    float* up_gradient, int32_t threads
+) {
+    together(threads, [&](Member& member) {
+        int64_t first, last;
+        member.share(count, 1 << 12, &first, &last);
+        if (first < last)
+            activate_backward(
+                gate + first, up + first, gradient + first, last - first, gate_gradient + first, up_gradient + first
+            );
+    });
+}
+
+// normalisers [rows]; a row that is not finite gets NaN.
+void headrace_log_sum_exp(
+    const float* logits, int64_t rows, int64_t vocabulary, const float* temperatures, float* normalisers,
+    int32_t threads
+) {
+    together(threads, [&](Member& member) {
+        for (int64_t r; (r = member.take(rows)) >= 0;)
+            normalisers[r] = log_sum_exp(logits + r * vocabulary, vocabulary, temperatures[r]);
+    });
+}
+
+void headrace_scaled_softmax(
+    const float* logits, int64_t rows, int64_t vocabulary, const float* temperatures, const float* normalisers,
+    const float* factors, float* out, int32_t threads
+) {
+    together(threads, [&](Member& member) {
+        for (int64_t r; (r = member.take(rows)) >= 0;)
+            scaled_softmax(
+                logits + r * vocabulary, vocabulary, temperatures[r], normalisers[r], factors[r], out + r * vocabulary
+            );
     });
 }
 

@@ -1,0 +1,82 @@
+"""Parts of a model that train in headrace's kernels instead of PyTorch's single operations.
+
+Modules keep their parameters, names and classes' names; only their forward is another one, in float32 on the CPU.
+
+Invariant: a part is replaced only if it computes the very formula that stands in for it, which is tried, not guessed
+from its name.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headrace import kernels
+from headrace.models.linear import suits_onednn, use_onednn
+
+
+def use_kernels(module: nn.Module) -> None:
+    """Let linear layers, RMSNorms and SwiGLUs inside a float32 CPU module run in faster kernels, in place."""
+    use_onednn(module)
+    if not suits_onednn(module) or not kernels.available():
+        return
+    for part in module.modules():
+        if isinstance(part, _Fused):
+            continue
+        for fused, fits in ((_RMSNorm, _is_rms_norm), (_SwiGLU, _is_swiglu)):
+            if fits(part):
+                part.__class__ = _with(fused, type(part))
+
+
+class _Fused(nn.Module):
+    """Stands before a part's own class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The plain way stays for whatever the kernels do not know: another precision, another device.
+        if x.dtype != torch.float32 or x.device.type != "cpu":
+            return super().forward(x)  # type: ignore[misc]
+        return self.fused(x)
+
+    def fused(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class _RMSNorm(_Fused):
+    def fused(self: Any, x: Tensor) -> Tensor:
+        return kernels.rms_norm(x, self.weight, self.variance_epsilon)
+
+
+class _SwiGLU(_Fused):
+    def fused(self: Any, x: Tensor) -> Tensor:
+        return self.down_proj(kernels.swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+@cache
+def _with(fused: type[nn.Module], original: type[nn.Module]) -> type[nn.Module]:
+    return type(original.__name__, (fused, original), {"__module__": original.__module__})
+
+
+@torch.no_grad()
+def _is_rms_norm(part: Any) -> bool:
+    if not type(part).__name__.endswith("RMSNorm") or set(dict(part.named_parameters())) != {"weight"}:
+        return False
+    epsilon = getattr(part, "variance_epsilon", None)
+    if not isinstance(epsilon, float) or part.weight.dim() != 1:
+        return False
+    x = torch.linspace(-1, 2, len(part.weight)).repeat(2, 1)
+    return torch.allclose(part(x), kernels.rms_norm(x, part.weight, epsilon), rtol=1e-5, atol=1e-6)
+
+
+@torch.no_grad()
+def _is_swiglu(part: Any) -> bool:
+    names = {"gate_proj", "up_proj", "down_proj"}
+    if not type(part).__name__.endswith("MLP") or {n for n, _ in part.named_children()} - {"act_fn"} != names:
+        return False
+    if not all(isinstance(getattr(part, name), nn.Linear) for name in names):
+        return False
+    x = torch.linspace(-1, 2, part.gate_proj.in_features).repeat(2, 1)
+    expected = part.down_proj(kernels.swiglu(part.gate_proj(x), part.up_proj(x)))
+    return torch.allclose(part(x), expected, rtol=1e-4, atol=1e-5)
