@@ -47,7 +47,8 @@ def _line(name: str, row: Row) -> str:
     target = "" if row.target is None else f"{row.target:g}" + ("" if row.peer else f" {row.unit}")
     verdict = {True: "", False: " (missed)", None: ""}[row.met]
     share = "" if row.share is None else f"{row.share:.0%} of {row.limit_name}"
-    return f"| `{name}` | {row.what} | {_number(row.headrace, row.unit)} | {peer} | {ratio} | {target}{verdict} | {share} |"
+    ours = _number(row.headrace, row.unit)
+    return f"| `{name}` | {row.what} | {ours} | {peer} | {ratio} | {target}{verdict} | {share} |"
 
 
 def _number(value: float, unit: str) -> str:

@@ -76,12 +76,29 @@ def test_packed_attention(
         torch.testing.assert_close(mine.grad.double(), reference.grad, rtol=1e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 7, 9), (33, 48, 50), (20, 1500, 100), (100, 2100, 49)])
+def test_weight_gradient(shape: tuple[int, int, int]) -> None:
+    m, n, k = shape
+    torch.manual_seed(0)
+    gradient, x = torch.randn(m, n), torch.randn(m, k)
+    expected = gradient.double().T @ x.double()
+    ours = kernels.weight_gradient(gradient, x)
+    torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3 - min(threads, 2))
+        assert torch.equal(kernels.weight_gradient(gradient, x), ours)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("width", [1, 16, 33, 576])
 def test_rms_norm(width: int) -> None:
     torch.manual_seed(0)
     x, weight, up = torch.randn(3, 5, width), torch.randn(width), torch.randn(3, 5, width)
     ours = [t.clone().requires_grad_() for t in (x, weight)]
     exact = [t.double().requires_grad_() for t in (x, weight)]
+    up = up.transpose(0, 1).contiguous().transpose(0, 1)  # as a head's norm gets it: not in one piece
     result = kernels.rms_norm(*ours, 1e-5)
     expected = exact[1] * exact[0] / (exact[0].square().mean(-1, keepdim=True) + 1e-5).sqrt()
     torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
@@ -113,11 +130,10 @@ def test_softmax_and_its_normaliser() -> None:
     scaled = logits.double() / temperatures.double()[:, None]
     torch.testing.assert_close(normalisers.double(), scaled.logsumexp(-1), rtol=1e-6, atol=1e-5)
     factors = torch.tensor([1.0, -2.0, 0.0, 3.0, 0.5])
+    out = logits.clone()
+    kernels.scaled_softmax(out, temperatures, normalisers, factors, out)
     torch.testing.assert_close(
-        kernels.scaled_softmax(logits, temperatures, normalisers, factors).double(),
-        scaled.softmax(-1) * factors.double()[:, None],
-        rtol=1e-4,
-        atol=1e-6,
+        out.double(), scaled.softmax(-1) * factors.double()[:, None], rtol=1e-4, atol=1e-6
     )
     logits[2, 1001] = torch.nan
     logits[3, 4] = torch.inf

@@ -12,6 +12,7 @@ from headrace.kernels.training import (
     rms_norm,
     scaled_softmax,
     swiglu,
+    weight_gradient,
 )
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "scaled_softmax",
     "swiglu",
     "unavailable_reason",
+    "weight_gradient",
 ]

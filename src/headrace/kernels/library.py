@@ -40,7 +40,7 @@ _COMPILE_TIMEOUT_S = 300.0
 _PROCEDURES = (
     *("forward", "linear", "column_peaks", "pack_float", "pack_int8", "sample"),
     *("packed_attention", "packed_attention_backward"),
-    *("log_sum_exp", "scaled_softmax"),
+    *("weight_gradient", "log_sum_exp", "scaled_softmax"),
     *("rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward"),
 )
 
@@ -94,7 +94,7 @@ def _outcome() -> ctypes.CDLL | str:
         return str(reason)
     except OSError as error:
         return f"the compiled kernels cannot be loaded: {error}"
-    loaded.headrace_scratch.restype = ctypes.c_int64
+    loaded.headrace_scratch.restype = loaded.headrace_weight_gradient_scratch.restype = ctypes.c_int64
     for name in _PROCEDURES:
         getattr(loaded, f"headrace_{name}").restype = None
     return loaded

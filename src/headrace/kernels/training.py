@@ -93,6 +93,16 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _SwiGLU.apply(gate, up)
 
 
+def weight_gradient(gradient: Tensor, x: Tensor) -> Tensor:
+    """A linear layer's dL/dW = Gᵀ X: [M, N], [M, K] -> [N, K]."""
+    gradient, x = gradient.contiguous(), x.contiguous()
+    sizes = _sizes(len(x), gradient.shape[1], x.shape[1])
+    out = x.new_empty(gradient.shape[1], x.shape[1])
+    scratch = x.new_empty(library().headrace_weight_gradient_scratch(*sizes))
+    library().headrace_weight_gradient(*_pointers(gradient, x), *sizes, *_pointers(out, scratch), _threads())
+    return out
+
+
 def log_sum_exp(logits: Tensor, temperatures: Tensor) -> Tensor:
     """log Σ_v exp(logits_rv / temperature_r): [R, V], [R] -> [R]; NaN where a row is not finite. No gradient."""
     normalisers = torch.empty_like(temperatures)
@@ -102,16 +112,16 @@ def log_sum_exp(logits: Tensor, temperatures: Tensor) -> Tensor:
     return normalisers
 
 
-def scaled_softmax(logits: Tensor, temperatures: Tensor, normalisers: Tensor, factors: Tensor) -> Tensor:
-    """factor_r · exp(logits_rv / temperature_r − normaliser_r): [R, V]. No gradient."""
-    out = torch.empty_like(logits)
+def scaled_softmax(
+    logits: Tensor, temperatures: Tensor, normalisers: Tensor, factors: Tensor, out: Tensor
+) -> None:
+    """out_rv = factor_r · exp(logits_rv / temperature_r − normaliser_r): [R, V]. `out` may be `logits`."""
     library().headrace_scaled_softmax(
         *_pointers(logits),
         *_sizes(*logits.shape),
         *_pointers(temperatures, normalisers, factors, out),
         _threads(),
     )
-    return out
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -160,10 +170,10 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, inverses = ctx.saved_tensors
-        dx = torch.empty_like(rows)
+        dx, up = torch.empty_like(rows), gradient.reshape(rows.shape).contiguous()
         parts = rows.new_zeros(torch.get_num_threads(), rows.shape[1])
         library().headrace_rms_norm_backward(
-            *_pointers(rows, weight, gradient.reshape(rows.shape).contiguous(), inverses),
+            *_pointers(rows, weight, up, inverses),
             *_sizes(*rows.shape),
             *_pointers(dx, parts),
             _threads(),
@@ -183,9 +193,10 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
+        gradient = gradient.contiguous()
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         library().headrace_swiglu_backward(
-            *_pointers(gate, up, gradient.contiguous()),
+            *_pointers(gate, up, gradient),
             *_sizes(gate.numel()),
             *_pointers(dgate, dup),
             _threads(),
@@ -220,6 +231,7 @@ def _strided(tensor: Tensor) -> _Strided:
 
 
 def _pointers(*tensors: Tensor) -> tuple[ctypes.c_void_p, ...]:
+    """Where tensors lie. The caller holds them until the kernel has returned: a copy made in the call would be gone."""
     return tuple(ctypes.c_void_p(address(tensor.detach())) for tensor in tensors)
 
 

@@ -127,7 +127,7 @@ def attention(
         sinks=s_aux,
         selection=indices,
     )
-    output = backend.attend(module.layer_idx, query[0], key[0], value[0], options)
+    output = backend.attend(module.layer_idx, query.squeeze(0), key.squeeze(0), value.squeeze(0), options)
     return output.transpose(0, 1).contiguous().unsqueeze(0), None
 
 

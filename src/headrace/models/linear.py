@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from headrace import kernels
+
 
 class OneDNNLinear(nn.Linear):
     """`nn.Linear` whose three matrix products (forward, dX, dW) run in oneDNN. CPU, float32."""
@@ -50,7 +52,12 @@ class _Product(torch.autograd.Function):
         rows, inputs = gradient.reshape(-1, gradient.shape[-1]), x.reshape(-1, x.shape[-1])
         # oneDNN reads transposed operands in place.
         grad_x = multiply(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None
-        grad_weight = multiply(rows.t(), inputs.t(), None) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            native = kernels.available()
+            grad_weight = (
+                kernels.weight_gradient(rows, inputs) if native else multiply(rows.t(), inputs.t(), None)
+            )
         grad_bias = rows.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
         return grad_x, grad_weight, grad_bias
 

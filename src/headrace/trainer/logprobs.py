@@ -2,8 +2,8 @@
 
 Invariants
 * A log-prob is log-softmax(logits / temperature) at the sampled id, in float32, or float64 when logits are.
-* Logits are the largest tensor of a training step: they exist once, and their gradient once; everything else
-  is computed in slices of rows.
+* Logits are the largest tensor of a training step: they exist once, and their gradient takes their place where it
+  can; everything else is computed in slices of rows.
 """
 
 from __future__ import annotations
@@ -33,29 +33,41 @@ def packed_logprobs(module: nn.Module, batch: MicroBatch) -> Tensor:
     if keeps:
         inputs["logits_to_keep"] = batch.logit_positions
     with packed_attention(module, batch.attention):
-        logits = module(**inputs).logits[0]
+        # Squeezed, not indexed: the way back is then a view and not a copy.
+        output = module(**inputs).logits
+    logits = output.squeeze(0)
     if not keeps:
         logits = logits.index_select(0, batch.logit_positions)
-    return selected_logprobs(logits, batch.rows, batch.targets, batch.temperatures)
+    # A linear layer does not look at its output again, so the gradient may take its memory.
+    reusable = keeps and type(output.grad_fn).__name__ == "_ProductBackward"
+    return selected_logprobs(logits, batch.rows, batch.targets, batch.temperatures, reusable)
 
 
-def selected_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+def selected_logprobs(
+    logits: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor, reusable: bool = False
+) -> Tensor:
     """log-softmax(logits[rows] / temperatures[rows])[targets], without making the log-softmax.
 
     Args:
         logits: [R, V]; rows, targets: [T], indices of a row and of an id; temperatures: [R].
+        reusable: nobody reads `logits` after this, so that `backward` may write their gradient over them. It can
+            then be called once.
 
     Returns:
         [T], float32, or float64 when `logits` are.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    return _SelectedLogprobs.apply(logits, rows, targets, temperatures.to(dtype).to(logits.device))
+    temperatures = temperatures.to(dtype).to(logits.device)
+    return _SelectedLogprobs.apply(logits, rows, targets, temperatures, reusable)
 
 
 class _SelectedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, temperatures: Tensor, reusable: bool
+    ) -> Tensor:
         logits = logits.contiguous()
+        ctx.reusable = reusable
         normalisers = _normalisers(logits, temperatures)
         ctx.save_for_backward(logits, rows, targets, temperatures, normalisers)
         return logits[rows, targets].to(temperatures.dtype) / temperatures[rows] - normalisers[rows]
@@ -66,9 +78,10 @@ class _SelectedLogprobs(torch.autograd.Function):
         logits, rows, targets, temperatures, normalisers = ctx.saved_tensors
         scaled_gradient = gradient / temperatures[rows]
         per_row = torch.zeros_like(temperatures).index_add(0, rows, scaled_gradient)
-        result = _scaled_softmax(logits, temperatures, normalisers, -per_row)
-        result.index_put_((rows, targets), scaled_gradient.to(result.dtype), accumulate=True)
-        return result, None, None, None
+        out = logits.detach() if ctx.reusable else torch.empty_like(logits)
+        _scaled_softmax(logits, temperatures, normalisers, -per_row, out)
+        out.index_put_((rows, targets), scaled_gradient.to(out.dtype), accumulate=True)
+        return out, None, None, None, None
 
 
 def _normalisers(logits: Tensor, temperatures: Tensor) -> Tensor:
@@ -82,15 +95,16 @@ def _normalisers(logits: Tensor, temperatures: Tensor) -> Tensor:
     return normalisers
 
 
-def _scaled_softmax(logits: Tensor, temperatures: Tensor, normalisers: Tensor, factors: Tensor) -> Tensor:
-    """[R, V], factor · softmax(logits / temperature)."""
+def _scaled_softmax(
+    logits: Tensor, temperatures: Tensor, normalisers: Tensor, factors: Tensor, out: Tensor
+) -> None:
+    """out [R, V] = factor · softmax(logits / temperature); `out` may be `logits`."""
     if _native(logits):
-        return kernels.scaled_softmax(logits, temperatures, normalisers, factors)
-    result = torch.empty_like(logits)
+        kernels.scaled_softmax(logits, temperatures, normalisers, factors, out)
+        return
     for part in _slices(len(logits)):
         scaled = logits[part].to(temperatures.dtype) / temperatures[part, None]
-        result[part] = scaled.sub_(normalisers[part, None]).exp_().mul_(factors[part, None])
-    return result
+        out[part] = scaled.sub_(normalisers[part, None]).exp_().mul_(factors[part, None])
 
 
 def _native(logits: Tensor) -> bool:

@@ -258,3 +258,60 @@ static inline void pack_int8(
         }
     }
 }
+
+constexpr int64_t GRADIENT_COLUMNS = 128 * TILE_ROWS;  // columns of G that are packed together: they stay in the cache
+
+// Floats that `weight_gradient` needs as scratch.
+static inline int64_t weight_gradient_scratch(int64_t m, int64_t n, int64_t k) {
+    return panels(k) * TILE_COLUMNS * m + std::min(GRADIENT_COLUMNS, (n + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS) * m;
+}
+
+// out [n][k] = G^T X with G [m][n] and X [m][k]: a linear layer's weight gradient. One thread's part of it.
+static inline void weight_gradient(
+    Member& member, const float* g, const float* x, int64_t m, int64_t n, int64_t k, float* out, float* scratch
+) {
+    float* const packed_x = scratch;  // [panels][m][TILE_COLUMNS]
+    float* const packed_g = scratch + panels(k) * TILE_COLUMNS * m;  // [blocks][m][TILE_ROWS]
+    int64_t first_panel, last_panel, row, last_row;
+    member.share(panels(k), 1, &first_panel, &last_panel);
+    for (int64_t panel = first_panel; panel < last_panel; panel++) {
+        const int64_t column = panel * TILE_COLUMNS, width = std::min<int64_t>(TILE_COLUMNS, k - column);
+        for (int64_t i = 0; i < m; i++) {
+            float* to = packed_x + (panel * m + i) * TILE_COLUMNS;
+            memcpy(to, x + i * k + column, width * sizeof(float));
+            for (int64_t j = width; j < TILE_COLUMNS; j++) to[j] = 0;
+        }
+    }
+    for (int64_t begin = 0; begin < n; begin += GRADIENT_COLUMNS) {
+        const int64_t end = std::min(n, begin + GRADIENT_COLUMNS), blocks = (end - begin + TILE_ROWS - 1) / TILE_ROWS;
+        member.barrier();  // nobody reads the columns before these any more
+        for (member.share(m, 1, &row, &last_row); row < last_row; row++)
+            for (int64_t block = 0; block < blocks; block++)
+                for (int r = 0; r < TILE_ROWS; r++) {
+                    const int64_t j = begin + block * TILE_ROWS + r;
+                    packed_g[(block * m + row) * TILE_ROWS + r] = j < end ? g[row * n + j] : 0;
+                }
+        member.barrier();
+        for (int64_t panel = first_panel; panel < last_panel; panel++) {
+            const int64_t column = panel * TILE_COLUMNS, width = std::min<int64_t>(TILE_COLUMNS, k - column);
+            const float* const panel_x = packed_x + panel * m * TILE_COLUMNS;
+            for (int64_t block = 0; block < blocks; block++) {
+                Floats acc[TILE_ROWS][TILE_VECTORS] = {};
+                const float* const block_g = packed_g + block * m * TILE_ROWS;
+                for (int64_t i = 0; i < m; i++) {
+                    Floats b[TILE_VECTORS];
+                    for (int c = 0; c < TILE_VECTORS; c++) b[c] = load(panel_x + i * TILE_COLUMNS + c * LANES);
+                    for (int r = 0; r < TILE_ROWS; r++) {
+                        const Floats a = broadcast(block_g[i * TILE_ROWS + r]);
+                        for (int c = 0; c < TILE_VECTORS; c++) acc[r][c] += a * b[c];
+                    }
+                }
+                float sums[TILE_ROWS][TILE_COLUMNS];
+                memcpy(sums, acc, sizeof(acc));
+                const int64_t height = std::min<int64_t>(TILE_ROWS, end - begin - block * TILE_ROWS);
+                for (int64_t r = 0; r < height; r++)
+                    memcpy(out + (begin + block * TILE_ROWS + r) * k + column, sums[r], width * sizeof(float));
+            }
+        }
+    }
+}

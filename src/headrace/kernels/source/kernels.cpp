@@ -427,4 +427,13 @@ void headrace_scaled_softmax(
     });
 }
 
+int64_t headrace_weight_gradient_scratch(int64_t m, int64_t n, int64_t k) { return weight_gradient_scratch(m, n, k); }
+
+void headrace_weight_gradient(
+    const float* gradient, const float* x, int64_t m, int64_t n, int64_t k, float* out, float* scratch,
+    int32_t threads
+) {
+    together(threads, [&](Member& member) { weight_gradient(member, gradient, x, m, n, k, out, scratch); });
+}
+
 }  // extern "C"
