@@ -69,6 +69,7 @@ def build(config: PreTrainedConfig) -> nn.Module:
     return module
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
 def test_fused_equals_the_module_with_decodes_and_chunks_mixed(name: str) -> None:

@@ -17,7 +17,7 @@ from headrace.errors import UserError
 from headrace.models.packing import Int8Linear
 from headrace.types import Sampling
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=str(kernels.unavailable_reason()))
+pytestmark = pytest.mark.kernels
 
 
 def int8_engine(model=None, **settings) -> Engine:  # type: ignore[no-untyped-def]

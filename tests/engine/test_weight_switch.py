@@ -294,7 +294,7 @@ def test_the_identity_names_weights_format_and_layout() -> None:
     assert engine._identity == KVIdentity("w0", "float64", "", "slot-rows float64")
 
 
-@pytest.mark.parametrize("kind", [LlamaForward, ModuleForward])
+@pytest.mark.parametrize("kind", [pytest.param(LlamaForward, marks=pytest.mark.kernels), ModuleForward])
 def test_prepacked_weights_follow_the_change(kind: type) -> None:
     """float32 holds packed copies of the linear weights; without repacking they would still be the old ones."""
     engine = tiny_engine("float32", max_batch_tokens=16)

@@ -14,7 +14,7 @@ from headrace import kernels
 from headrace.engine.sampler import sample
 from headrace.kernels import PackedWeight, draw, input_smoothing, library
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=str(kernels.unavailable_reason()))
+pytestmark = pytest.mark.kernels
 
 
 def linears(outputs: tuple[int, ...], inputs: int, bias: bool = False, seed: int = 0) -> list[nn.Linear]:

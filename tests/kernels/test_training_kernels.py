@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headrace import kernels
 from headrace.models.fused import use_kernels
 
-pytestmark = pytest.mark.skipif(not kernels.available(), reason=str(kernels.unavailable_reason()))
+pytestmark = pytest.mark.kernels
 
 SEGMENTS = st.lists(st.lists(st.integers(0, 20), min_size=1, max_size=4), min_size=1, max_size=3).map(
     lambda segments: [[max(1, lengths[0]), *lengths[1:]] for lengths in segments]

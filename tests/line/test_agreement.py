@@ -70,6 +70,7 @@ def production(config: Config, run_dir: Path, factor: float) -> Iterator[Product
         yield Production(workplace, folder, Observer(), lambda: False)
 
 
+@pytest.mark.kernels
 def test_rollouts_that_no_longer_resemble_the_policy_stop_the_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     config = quantised(tmp_path)
@@ -102,6 +103,7 @@ def test_rollouts_that_no_longer_resemble_the_policy_stop_the_run(tmp_path: Path
     check_books(run_dir, config)
 
 
+@pytest.mark.kernels
 def test_a_small_mismatch_is_reported_and_stops_nothing(tmp_path: Path) -> None:
     with production(quantised(tmp_path), tmp_path / "run", factor=1.15) as line:
         line.run(resume=False)
@@ -109,6 +111,7 @@ def test_a_small_mismatch_is_reported_and_stops_nothing(tmp_path: Path) -> None:
         assert 0.85 < metrics["mismatch_ess"] < 0.999
 
 
+@pytest.mark.kernels
 def test_steps_without_any_gradient_are_compared_too(tmp_path: Path) -> None:
     with production(quantised(tmp_path, reward="1.0", steps=2), tmp_path / "run", factor=1.15) as line:
         line.run(resume=False)
@@ -157,6 +160,7 @@ def test_one_extreme_token_stops_no_run(tmp_path: Path) -> None:
     assert judged(agreement, JUDGED_TOKENS, 0.1, outliers=1) is not None
 
 
+@pytest.mark.kernels
 def test_accuracy_is_that_of_the_weights_that_are_saved(tmp_path: Path) -> None:
     config = settings(eval={"tasks": 6}, algorithm={"ratio": "proximal"}, engine={"weight_format": "int8"})
     plain = settings(eval={"tasks": 6})

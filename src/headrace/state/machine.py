@@ -1,4 +1,4 @@
-"""What this process takes, what the machine lets it have, and glibc's allocator set for large tensors."""
+"""What this process takes, what the machine lets it have, and how its libraries keep memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ _MMAP_BYTES = 32 << 20
 _KEEP_BYTES = 1 << 30
 
 
+_PRODUCTS_KEPT = "64"
+"""Compiled matrix products that oneDNN keeps. It makes one per shape, and every packed row has another length."""
+
+
 def tune_allocator() -> None:
     """Let glibc keep blocks of up to 32 MB instead of giving each one back and faulting it in again.
 
     Larger ones stay outside the heap: kept in it they would tear holes that nothing fits, and memory would grow.
+    oneDNN keeps few of its kernels: with its default of 1024 they alone take hundreds of MB.
     """
+    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", _PRODUCTS_KEPT)
     with contextlib.suppress(OSError, AttributeError):  # another C library: its defaults stay
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(_M_MMAP_THRESHOLD, _MMAP_BYTES)
