@@ -1,6 +1,7 @@
 """A task of one's own: a class with `tasks` and `reward`, each of them sync or async."""
 
 import random
+import re
 
 
 class Larger:
@@ -13,4 +14,7 @@ class Larger:
             yield {"prompt": f"Which is larger, {a} or {b}? Reply with only the number.", "answer": max(a, b)}
 
     def reward(self, task, completion):
-        return float(str(task["answer"]) == completion.strip())
+        if completion.strip() == str(task["answer"]):
+            return 1.0
+        # Something for the right number among other words: a model that never gets anything learns nothing.
+        return 0.3 * (re.findall(r"\d+", completion)[:1] == [str(task["answer"])])

@@ -215,6 +215,12 @@ def _summarise(result: LineResult, console: Console) -> None:
     ]
     for name, value in rows:
         _say(console, f"{name:16} {value}")
+    if not any(step["tokens_trained"] for step in result.metrics):
+        _say(
+            console,
+            "nothing was learned: in no step did the samples of a group earn different rewards; make the tasks easier, "
+            "or give partial credit",
+        )
 
 
 _EVAL_EXAMPLES = """[bold]Examples[/bold]

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from headrace import kernels
 from headrace.engine.sampler import sample
 from headrace.kernels import PackedWeight, draw, input_smoothing, library
 

@@ -19,6 +19,12 @@ from headrace.environments import EnvironmentPool, RewardReply
 from headrace.schedule import Bucket, Ledger
 from headrace.types import Group, Sampling, Trajectory, TrajectoryId
 
+FAILURES_SHOWN = 5
+"""The first failures of an environment are told one by one, …"""
+
+FAILURES_COUNTED = 50
+"""… and then one of so many, with their number. Every one is counted in the metrics."""
+
 
 @dataclass(slots=True)
 class Episodes:
@@ -93,10 +99,12 @@ class Episodes:
         self.ledger.settle(Bucket.ENVIRONMENT_FAILED, trajectory.num_sampled)
         attempt = trajectory.id.attempt + 1
         last = attempt == self.config.environment.max_attempts
-        self.report(
-            f"trajectory {trajectory.id}: the environment failed: {reply.error}; "
-            + ("no attempt is left, the sample leaves its group" if last else "trying again")
-        )
+        if self.failures <= FAILURES_SHOWN or self.failures % FAILURES_COUNTED == 0:
+            self.report(
+                f"trajectory {trajectory.id}: the environment failed: {reply.error}; "
+                + ("no attempt is left, the sample leaves its group" if last else "trying again")
+                + (f" ({self.failures} failures so far)" if self.failures >= FAILURES_SHOWN else "")
+            )
         if last:
             group.samples[trajectory.id.sample] = None
         else:

@@ -16,6 +16,7 @@ import torch
 
 from headrace.config import Config
 from headrace.engine import Engine, check_prompt_length, context_limit
+from headrace.engine.forward import LLAMA_SHAPED
 from headrace.environments import EnvironmentPool
 from headrace.models import (
     LoadedModel,
@@ -146,7 +147,9 @@ def memory_estimate(config: Config) -> dict[str, float]:
     if config.algorithm.kl_coef > 0:
         copies["reference model"] = parameters
     model_config = read_config(path)
-    per_token = kv_bytes_per_token(model_config, config.model.dtype) / 2**20
+    # Quantised rollouts keep the KV of the architectures that have kernels of their own as bfloat16.
+    halved = quantised and set(model_config.architectures or ()) & set(LLAMA_SHAPED)
+    per_token = kv_bytes_per_token(model_config, "bfloat16" if halved else config.model.dtype) / 2**20
     model_limit = context_length(model_config.get_text_config(decoder=True))
     tokens = config.engine.max_sequences * context_limit(model_limit, config.engine)
     kv = tokens * per_token
