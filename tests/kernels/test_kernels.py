@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -179,15 +180,41 @@ def test_the_engine_draws_with_it_and_the_two_ways_agree() -> None:
     assert native[1] == pytest.approx(plain_logprobs, abs=1e-5)
 
 
-def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
+def fresh(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
+    """Forget the loaded library, and what is set is set."""
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(library, "_outcome", library._outcome.__wrapped__)
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [
+        ("no-such-compiler", "there is no C++ compiler 'no-such-compiler'; install g++"),
+        ("false", "cannot compile the kernels"),
+        ("true", "cannot compile the kernels: it says nothing"),
+        ("sh -c 'kill -9 $$'", "was killed by signal 9"),
+    ],
+)
+def test_a_compiler_that_does_not_do_is_a_reason(
+    compiler: str, reason: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fresh(monkeypatch, CXX=compiler, HEADRACE_CACHE=str(tmp_path))
+    assert reason in str(library.unavailable_reason())
     assert not library.available()
-    assert "install g++" in str(library.unavailable_reason())
 
 
-def test_a_compiler_that_fails_is_a_reason_too(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
-    monkeypatch.setenv("CXX", "false")
-    monkeypatch.setenv("HEADRACE_CACHE", str(tmp_path))
-    monkeypatch.setattr(library, "_outcome", library._outcome.__wrapped__)
-    assert "cannot compile" in str(library.unavailable_reason())
+def test_a_cache_that_cannot_be_written_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh(monkeypatch, HEADRACE_CACHE="/proc/nope")
+    assert "set HEADRACE_CACHE" in str(library.unavailable_reason())
+
+
+def test_a_damaged_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Loading a cut one would end the process with a bus error."""
+    fresh(monkeypatch, HEADRACE_CACHE=str(tmp_path), CXX="g++ -O1")
+    built = library._compiled()
+    whole = built.read_bytes()
+    built.write_bytes(whole[: len(whole) // 2])
+    assert library._compiled() == built
+    assert len(built.read_bytes()) == len(whole)
+    assert library.available()

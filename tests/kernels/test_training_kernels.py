@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from headrace import kernels
 from headrace.models.fused import use_kernels
@@ -112,6 +114,8 @@ def test_rms_norm(width: int) -> None:
 def test_swiglu(width: int) -> None:
     torch.manual_seed(0)
     gate, up, gradient = (torch.randn(4, width) * 5 for _ in range(3))
+    extremes = torch.tensor([-1e9, -1e4, -177.5, -177.44, -100.0, -90.0, -88.6, 90.0, 1e9])[:width]
+    gate[1, : len(extremes)] = extremes
     ours = [t.clone().requires_grad_() for t in (gate, up)]
     exact = [t.double().requires_grad_() for t in (gate, up)]
     result = kernels.swiglu(*ours)
@@ -135,10 +139,18 @@ def test_softmax_and_its_normaliser() -> None:
     torch.testing.assert_close(
         out.double(), scaled.softmax(-1) * factors.double()[:, None], rtol=1e-4, atol=1e-6
     )
+    logits[4, :7] = -torch.inf
+    torch.testing.assert_close(
+        kernels.log_sum_exp(logits, temperatures)[4].double(),
+        (logits[4].double() / 1.3).logsumexp(-1),
+        rtol=1e-6,
+        atol=1e-5,
+    )
+    logits[0] = -torch.inf
     logits[2, 1001] = torch.nan
     logits[3, 4] = torch.inf
     finite = kernels.log_sum_exp(logits, temperatures).isfinite()
-    assert finite.tolist() == [True, True, False, False, True]
+    assert finite.tolist() == [False, True, False, False, True]
 
 
 class _ShiftedRMSNorm(nn.Module):
@@ -158,3 +170,17 @@ def test_only_what_computes_the_same_is_replaced() -> None:
     assert type(shifted) is _ShiftedRMSNorm
     x = torch.randn(2, 16)
     assert shifted(x).norm() > 1
+    config = LlamaConfig(hidden_size=32, intermediate_size=48)
+    for activation, fused in (("silu", True), ("gelu_pytorch_tanh", False)):
+        mlp = LlamaMLP(LlamaConfig(hidden_size=32, intermediate_size=48, hidden_act=activation))
+        nn.init.zeros_(mlp.down_proj.weight)  # which would make any two of them agree
+        use_kernels(mlp)
+        assert (type(mlp) is not LlamaMLP) is fused
+    clamped = _ClampedMLP(config)
+    use_kernels(clamped)
+    assert type(clamped) is _ClampedMLP
+
+
+class _ClampedMLP(LlamaMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=7)) * self.up_proj(x).clamp(-7, 7))

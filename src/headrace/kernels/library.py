@@ -2,7 +2,7 @@
 
 Invariants
 * The cached file's name is a digest of the sources, the compiler, its flags and the CPU's features: a stale or
-  foreign one is never loaded. It appears complete or not at all.
+  foreign one is never loaded. Its checksum lies beside it: one that was damaged is built again.
 * Without a compiler nothing fails here: `available` is false, `unavailable_reason` says why, and callers use
   PyTorch's operators.
 * The library runs on PyTorch's OpenMP threads; the number of threads is an argument of every call.
@@ -14,8 +14,10 @@ import ctypes
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
+import tempfile
 from functools import cache
 from pathlib import Path
 
@@ -23,7 +25,7 @@ import torch  # its OpenMP runtime must be in the process before the library ask
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from headrace.state.files import cache_folder
+from headrace.state.files import TEMPORARY_PREFIX, cache_folder, write_atomic
 
 _SOURCES = Path(__file__).parent / "source"
 _FLAGS = (
@@ -36,6 +38,8 @@ _NATIVE = {
     "aarch64": ("-mcpu=native",),
 }
 _COMPILE_TIMEOUT_S = 300.0
+
+_SIZES = ("scratch", "weight_gradient_scratch")
 
 _PROCEDURES = (
     *("forward", "linear", "column_peaks", "pack_float", "pack_int8", "sample"),
@@ -61,8 +65,13 @@ def unavailable_reason() -> str | None:
 
 
 def find_compiler() -> str | None:
-    """The path of the compiler that the kernels are built with: `$CXX`, else g++."""
-    return shutil.which(os.environ.get("CXX") or "g++")
+    """The path of the compiler that the kernels are built with, `$CXX` or g++; None if it is not there."""
+    return shutil.which(_compiler_command()[0])
+
+
+def _compiler_command() -> list[str]:
+    """`$CXX`, which may hold flags too, else g++."""
+    return shlex.split(os.environ.get("CXX", "")) or ["g++"]
 
 
 def library() -> ctypes.CDLL:
@@ -90,13 +99,14 @@ def address(tensor: Tensor | None) -> int | None:
 def _outcome() -> ctypes.CDLL | str:
     try:
         loaded = ctypes.CDLL(str(_compiled()))
+        for name in _SIZES:
+            getattr(loaded, f"headrace_{name}").restype = ctypes.c_int64
+        for name in _PROCEDURES:
+            getattr(loaded, f"headrace_{name}").restype = None
     except _Unavailable as reason:
         return str(reason)
-    except OSError as error:
+    except (OSError, AttributeError) as error:
         return f"the compiled kernels cannot be loaded: {error}"
-    loaded.headrace_scratch.restype = loaded.headrace_weight_gradient_scratch.restype = ctypes.c_int64
-    for name in _PROCEDURES:
-        getattr(loaded, f"headrace_{name}").restype = None
     return loaded
 
 
@@ -104,19 +114,19 @@ def _compiled() -> Path:
     """The library's file, compiled first if it is not in the cache."""
     if platform.system() != "Linux":
         raise _Unavailable(f"native kernels are built for Linux only, not for {platform.system()}")
-    compiler = find_compiler()
-    if compiler is None:
-        raise _Unavailable("there is no C++ compiler; install g++, or set CXX")
-    flags = (*_FLAGS, *_NATIVE.get(platform.machine(), ()))
+    command = _compiler_command()
+    if find_compiler() is None:
+        raise _Unavailable(f"there is no C++ compiler {command[0]!r}; install g++, or set CXX")
+    flags = (*command[1:], *_FLAGS, *_NATIVE.get(platform.machine(), ()))
     folder = cache_folder() / "kernels"
-    path = folder / f"{_digest(compiler, flags)}.so"
-    if path.is_file():
+    path = folder / f"{_digest(command[0], flags)}.so"
+    if _intact(path):
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / "compiling.lock", timeout=_COMPILE_TIMEOUT_S):
-            if not path.is_file():
-                _compile(compiler, flags, path)
+            if not _intact(path):
+                _compile(command[0], flags, path)
     except Timeout:
         raise _Unavailable(
             f"another process has been compiling kernels for {_COMPILE_TIMEOUT_S:.0f} s"
@@ -129,31 +139,56 @@ def _compiled() -> Path:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    part = path.with_suffix(f".{os.getpid()}.part")
+    """Build the library; it and its checksum appear complete or not at all."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=TEMPORARY_PREFIX) as scratch:
+        built = Path(scratch) / path.name
+        try:
+            result = subprocess.run(
+                [compiler, *flags, str(_SOURCES / "kernels.cpp"), "-o", str(built)],
+                check=False,
+                capture_output=True,
+                text=True,
+                timeout=_COMPILE_TIMEOUT_S,
+            )
+        except subprocess.TimeoutExpired:
+            raise _Unavailable(
+                f"{compiler} did not compile the kernels in {_COMPILE_TIMEOUT_S:.0f} s"
+            ) from None
+        except OSError as error:
+            raise _Unavailable(f"{compiler} cannot be run: {error.strerror}") from None
+        if result.returncode < 0:
+            raise _Unavailable(f"{compiler} was killed by signal {-result.returncode} (too little memory?)")
+        if result.returncode or not built.is_file():
+            first = next((line for line in result.stderr.splitlines() if "error" in line), "it says nothing")
+            raise _Unavailable(f"{compiler} cannot compile the kernels: {first}")
+        content = built.read_bytes()
+    write_atomic(path, content)
+    write_atomic(_checksum_file(path), _checksum(content).encode())
+
+
+def _intact(path: Path) -> bool:
+    """Whether the library is there as it was built: a damaged one would end the process when it is loaded."""
     try:
-        subprocess.run(
-            [compiler, *flags, str(_SOURCES / "kernels.cpp"), "-o", str(part)],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=_COMPILE_TIMEOUT_S,
-        )
-        part.replace(path)
-    except subprocess.CalledProcessError as error:
-        first = next((line for line in error.stderr.splitlines() if "error" in line), "no message")
-        raise _Unavailable(f"{compiler} cannot compile the kernels: {first}") from None
-    except subprocess.TimeoutExpired:
-        raise _Unavailable(f"{compiler} did not compile the kernels in {_COMPILE_TIMEOUT_S:.0f} s") from None
-    finally:
-        part.unlink(missing_ok=True)
+        return _checksum_file(path).read_text(encoding="utf-8") == _checksum(path.read_bytes())
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _checksum_file(path: Path) -> Path:
+    return path.with_suffix(".sha256")
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256()
     for source in sorted(_SOURCES.iterdir()):
         digest.update(source.read_bytes())
-    stat = os.stat(compiler)
-    digest.update(repr((os.path.realpath(compiler), stat.st_size, stat.st_mtime_ns, flags)).encode())
+    path = shutil.which(compiler) or compiler
+    stat = os.stat(path)
+    digest.update(repr((os.path.realpath(path), stat.st_size, stat.st_mtime_ns, flags)).encode())
     digest.update(_cpu_features().encode())
     digest.update(torch.__version__.encode())
     return digest.hexdigest()[:24]

@@ -247,22 +247,25 @@ static inline void activate_backward(
     }
 }
 
-// log sum_v exp(logits_v / temperature)
+// log sum_v exp(logits_v / temperature). A logit of -inf counts as nothing; NaN or +inf give NaN.
 static inline float log_sum_exp(const float* logits, int64_t count, float temperature) {
     const float inverse = 1.0f / temperature;
-    Floats best = broadcast(-INFINITY), broken = {};
+    Floats best = broadcast(-INFINITY);
+    Ints broken = {};
     int64_t j = 0;
     for (; j + LANES <= count; j += LANES) {
         const Floats x = load(logits + j) * inverse;
         best = maximum(x, best);
-        broken += x - x;  // NaN for what is not finite
+        broken |= ~(x < INFINITY);
     }
-    float peak = max_lanes(best), bad = sum_lanes(broken);
+    float peak = max_lanes(best);
+    bool bad = false;
+    for (int lane = 0; lane < LANES; lane++) bad |= broken[lane] != 0;
     for (int64_t i = j; i < count; i++) {
         peak = std::max(peak, logits[i] * inverse);
-        bad += logits[i] - logits[i];
+        bad |= !(logits[i] < INFINITY);
     }
-    if (bad != 0) return NAN;
+    if (bad || !std::isfinite(peak)) return NAN;
     Floats total = {};
     for (j = 0; j + LANES <= count; j += LANES) total += exponential(load(logits + j) * inverse - peak);
     float sum = sum_lanes(total);

@@ -69,10 +69,11 @@ static inline float max_lanes(Floats v) {
     return best;
 }
 
-// exp to within 2 units in the last place for x <= 88; exactly 0 below -87 (Cephes' expf).
+// exp to within 2 units in the last place (Cephes' expf); exactly 0 below -87, and that of 88.5 above it.
 static inline Floats exponential(Floats x) {
     const Ints vanishes = x < -87.0f;
     x = vanishes ? broadcast(-87.0f) : x;
+    x = x > 88.5f ? broadcast(88.5f) : x;  // a larger exponent would run into the sign
     const float magic = 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
     const Floats shifted = x * 1.44269504088896341f + magic;
     const Floats n = shifted - magic;
