@@ -73,8 +73,10 @@ def make_forward(
         if reason := kernels.unavailable_reason():
             raise UserError(f'engine.weight_format = "int8" needs native kernels: {reason}')
     peaks = input_peaks(module, context_length) if int8 else None
-    if packable and _llama_shaped(module) and kernels.available():
-        return LlamaForward(module, context_length, peaks)
+    if packable and kernels.available() and _llama_shaped(module):
+        probe = _probe(module)
+        if _vector_heads(probe):
+            return LlamaForward(module, probe, context_length, peaks)
     return ModuleForward(module, prepack, peaks)
 
 
@@ -114,11 +116,13 @@ class LlamaForward:
     Every token's logits are the same bits whatever shares its batch.
 
     Args:
+        probe: what its layers' attention looks like.
         peaks: by name of a linear layer; given, linear layers are int8 and keys and values bfloat16.
     """
 
-    def __init__(self, module: Any, context_length: int, peaks: Mapping[str, Tensor] | None = None) -> None:
-        probe = _probe(module)
+    def __init__(
+        self, module: Any, probe: LayerProbe, context_length: int, peaks: Mapping[str, Tensor] | None = None
+    ) -> None:
         self.shapes = probe.ordered_shapes
         self.kv_dtype = torch.float32 if peaks is None else torch.bfloat16
         model = module.model
@@ -212,11 +216,12 @@ def _chunk_clusters(batch: Batch) -> list[Cluster]:
 
 
 def _llama_shaped(module: Any) -> bool:
-    if type(module).__name__ not in LLAMA_SHAPED or module.config.hidden_act != "silu":
-        return False
-    probe = _probe(module)
+    return type(module).__name__ in LLAMA_SHAPED and module.config.hidden_act == "silu"
+
+
+def _vector_heads(probe: LayerProbe) -> bool:
+    """Whether all layers are alike and kernels can read whole vectors of a head, of the widest kind that there is."""
     shapes = set(probe.shapes.values())
-    # Kernels read whole vectors of a head, of the widest kind that there is.
     return len(shapes) == 1 and next(iter(shapes)).key_dim % 16 == 0
 
 

@@ -49,8 +49,7 @@ def sample(
         The ids and their log-probs. A row whose logits hold NaN or +inf has a log-prob that is not finite.
     """
     cuts = any(top_ks) or any(p < 1 for p in top_ps)
-    native = logits.device.type == "cpu" and logits.dtype == torch.float32 and logits.is_contiguous()
-    if native and not cuts and kernels.available():
+    if not cuts and logits.is_contiguous() and kernels.suits(logits):
         return kernels.draw(logits, temperatures, uniforms)
     if logits.dtype not in _ONE_BELOW:
         logits = logits.float()

@@ -1,6 +1,6 @@
 """Native CPU kernels: what a step of generation spends its time in, in C++ that is compiled where it runs."""
 
-from headrace.kernels.library import available, unavailable_reason
+from headrace.kernels.library import available, suits, unavailable_reason
 from headrace.kernels.linear import PackedWeight, input_smoothing
 from headrace.kernels.llama import Cluster, LlamaKernel, LlamaLayer
 from headrace.kernels.memory import HugePages
@@ -29,6 +29,7 @@ __all__ = [
     "packed_attention",
     "rms_norm",
     "scaled_softmax",
+    "suits",
     "swiglu",
     "unavailable_reason",
     "weight_gradient",

@@ -64,6 +64,11 @@ def unavailable_reason() -> str | None:
     return outcome if isinstance(outcome, str) else None
 
 
+def suits(*tensors: Tensor) -> bool:
+    """Whether the kernels can compute on these: float32 on the CPU, where there are kernels."""
+    return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors) and available()
+
+
 def find_compiler() -> str | None:
     """The path of the compiler that the kernels are built with, `$CXX` or g++; None if it is not there."""
     return shutil.which(_compiler_command()[0])

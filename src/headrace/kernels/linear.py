@@ -56,7 +56,7 @@ class PackedWeight:
         columns = library().headrace_tile_columns()
         panels = -(-self.outputs // columns)
         int8 = input_peaks is not None
-        depth = -(-self.inputs // 4) * 4 if int8 else self.inputs
+        depth = self._padded_inputs if int8 else self.inputs
         allocate = memory.empty if memory else _empty
         self.weight = allocate(panels * depth * columns, torch.uint8 if int8 else torch.float32)
         # Panels are padded with zeros, which int8 writes as 128.
@@ -65,6 +65,11 @@ class PackedWeight:
         self.smooth = torch.ones(self.inputs) if int8 else None
         self.bias: Tensor | None = None
         self.repack()
+
+    @property
+    def _padded_inputs(self) -> int:
+        """int8 multiplies four inputs at a time."""
+        return -(-self.inputs // 4) * 4
 
     @torch.no_grad()
     def repack(self) -> None:
@@ -96,8 +101,7 @@ class PackedWeight:
         """x [..., in] -> [..., Σ out_i]."""
         rows = x.reshape(-1, self.inputs).contiguous()
         out = torch.empty(len(rows), self.outputs)
-        depth = -(-self.inputs // 4) * 4
-        quantised = torch.empty(len(rows), depth, dtype=torch.int8)
+        quantised = torch.empty(len(rows), self._padded_inputs, dtype=torch.int8)
         scales, sums = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int32)
         library().headrace_linear(
             ctypes.byref(self.struct()),

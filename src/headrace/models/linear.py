@@ -54,7 +54,7 @@ class _Product(torch.autograd.Function):
         grad_x = multiply(gradient, weight.t(), None) if ctx.needs_input_grad[0] else None
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            native = kernels.available()
+            native = kernels.suits(rows, inputs)
             grad_weight = (
                 kernels.weight_gradient(rows, inputs) if native else multiply(rows.t(), inputs.t(), None)
             )

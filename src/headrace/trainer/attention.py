@@ -198,8 +198,7 @@ def _native(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     dim = query.shape[-1]
     plain = options.softcap is None and options.sinks is None and options.selection is None
     fits = dim == key.shape[-1] == value.shape[-1] and dim % 16 == 0
-    on_cpu = query.device.type == "cpu" and query.dtype == torch.float32
-    return plain and fits and on_cpu and kernels.available()
+    return plain and fits and kernels.suits(query, key, value)
 
 
 def _bucket(length: int) -> int:

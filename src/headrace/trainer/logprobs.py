@@ -86,7 +86,7 @@ class _SelectedLogprobs(torch.autograd.Function):
 
 def _normalisers(logits: Tensor, temperatures: Tensor) -> Tensor:
     """[R], log Σ_v exp(logits / temperature)."""
-    if _native(logits):
+    if kernels.suits(logits):
         return kernels.log_sum_exp(logits, temperatures)
     normalisers = torch.empty_like(temperatures)
     for part in _slices(len(logits)):
@@ -99,16 +99,12 @@ def _scaled_softmax(
     logits: Tensor, temperatures: Tensor, normalisers: Tensor, factors: Tensor, out: Tensor
 ) -> None:
     """out [R, V] = factor · softmax(logits / temperature); `out` may be `logits`."""
-    if _native(logits):
+    if kernels.suits(logits):
         kernels.scaled_softmax(logits, temperatures, normalisers, factors, out)
         return
     for part in _slices(len(logits)):
         scaled = logits[part].to(temperatures.dtype) / temperatures[part, None]
         out[part] = scaled.sub_(normalisers[part, None]).exp_().mul_(factors[part, None])
-
-
-def _native(logits: Tensor) -> bool:
-    return logits.dtype == torch.float32 and logits.device.type == "cpu" and kernels.available()
 
 
 def _slices(rows: int) -> list[slice]:

@@ -269,8 +269,7 @@ void forward(Member& member, const Model& m, const Batch& b, Workspace& w) {
 
 extern "C" {
 
-// Version of this interface, and what it was compiled for.
-int32_t headrace_lanes() { return LANES; }
+// What the target makes of the layout of packed weights.
 int32_t headrace_tile_columns() { return TILE_COLUMNS; }
 
 int64_t headrace_scratch(const Model* model, int64_t rows, int64_t outputs) {

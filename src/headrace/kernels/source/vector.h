@@ -39,14 +39,6 @@ static inline Floats load(const uint16_t* p) {
     return (Floats)(wide << 16);
 }
 
-static inline float to_float(float x) { return x; }
-static inline float to_float(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float result;
-    memcpy(&result, &bits, 4);
-    return result;
-}
-
 static inline void from_float(float x, float* out) { *out = x; }
 static inline void from_float(float x, uint16_t* out) {  // to nearest, ties to even
     uint32_t bits;
