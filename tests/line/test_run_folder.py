@@ -16,8 +16,8 @@ import pytest
 
 from headrace.config import Config
 from headrace.errors import RunError, UserError
+from headrace.files import atomic_folder
 from headrace.line.run_folder import RunFolder
-from headrace.state.files import atomic_folder
 from headrace.types import Group, Trajectory, TrajectoryId
 
 

@@ -25,7 +25,7 @@ import torch  # its OpenMP runtime must be in the process before the library ask
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from headrace.state.files import TEMPORARY_PREFIX, cache_folder, write_atomic
+from headrace.files import TEMPORARY_PREFIX, cache_folder, write_atomic
 
 _SOURCES = Path(__file__).parent / "source"
 _FLAGS = (

@@ -37,14 +37,14 @@ import tomli_w
 
 from headrace.config import Config
 from headrace.errors import RunError, UserError
-from headrace.line.observer import EvaluatedTask, Evaluation
-from headrace.state.files import (
+from headrace.files import (
     atomic_file,
     atomic_folder,
     remove_folder,
     remove_temporaries,
     write_atomic,
 )
+from headrace.line.observer import EvaluatedTask, Evaluation
 from headrace.types import Group, Trajectory, TrajectoryId
 
 if TYPE_CHECKING:

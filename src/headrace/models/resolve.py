@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import ModelError
+from headrace.files import TEMPORARY_PREFIX, atomic_folder, cache_folder
 from headrace.models import pinned, tiny
 from headrace.models.folder import check_folder, first_line, read_json
-from headrace.state.files import TEMPORARY_PREFIX, atomic_folder, cache_folder
 
 logger = logging.getLogger("headrace.models")
 

@@ -26,8 +26,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from headrace.errors import CheckpointError, UserError
+from headrace.files import atomic_folder
 from headrace.models.quiet import quiet_transformers
-from headrace.state.files import atomic_folder
 from headrace.trainer.trainer import Trainer
 
 MANIFEST = "manifest.json"

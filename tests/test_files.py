@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from headrace.state.files import (
+from headrace.files import (
     TEMPORARY_PREFIX,
     atomic_file,
     atomic_folder,
@@ -189,7 +189,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
     write_atomic(path / "old", b"one")
     code = (
         "import os, signal, sys\n"
-        "from headrace.state.files import atomic_file, atomic_folder\n"
+        "from headrace.files import atomic_file, atomic_folder\n"
         "with atomic_folder(sys.argv[1]) as folder, atomic_file(sys.argv[1] + '.log') as stream:\n"
         "    (folder / 'half').touch()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
