@@ -44,6 +44,10 @@ MODULES = (
     "start",
     "memory",
     "int8",
+    "guess",
+    "crash",
+    "kv",
+    "two",
 )
 
 FALL = 0.1

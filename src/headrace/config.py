@@ -45,7 +45,7 @@ class ModelConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """`[environment]`: where tasks and rewards come from."""
+    """`[environment]`: where tasks come from, and the rewards or worlds that answer."""
 
     name: str = Field(
         description="A built-in (`arithmetic`), `reasoning_gym:SET`, or `path/to/file.py:Class` of your own."
@@ -53,17 +53,34 @@ class EnvironmentConfig(Section):
     options: dict[str, Any] = Field(
         default_factory=dict, description="Keyword arguments of the environment's constructor."
     )
-    workers: int = Field(1, ge=1, le=256, description="Reward worker processes.")
+    workers: int = Field(1, ge=1, le=256, description="Worker processes for rewards or episodes.")
     timeout_s: float = Field(
         30.0,
         gt=0,
         le=LONGEST_WAIT_S,
-        description="Seconds a reward may take; past it the worker is killed and the attempt failed.",
+        description="Seconds that a reward, or a method of an episode's world, may take; past it the attempt has "
+        "failed, and a worker that is still busy with it is killed.",
     )
     max_attempts: int = Field(
         3,
         ge=1,
         description="Attempts at one sample before it counts as failed for good and leaves its group.",
+    )
+    max_turns: int = Field(
+        16, ge=1, description="Turns of the policy in one episode of several turns; after them it ends."
+    )
+    max_episode_tokens: int | None = Field(
+        None, ge=1, description="Tokens that the policy may sample over all turns of an episode."
+    )
+    episode_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        le=LONGEST_WAIT_S,
+        description="Seconds that an episode's world may take for its answers in all, waiting for a place in a worker "
+        "included; past it the attempt has failed.",
+    )
+    episodes_per_worker: int = Field(
+        64, ge=1, le=4096, description="Live episodes of several turns in one worker process."
     )
 
 
@@ -185,6 +202,22 @@ class EngineConfig(Section):
     prefix_cache_mb: int = Field(
         256, ge=0, description="Memory for cached prompt prefixes; 0 switches the cache off."
     )
+    kv_host_mb: int = Field(
+        0,
+        ge=0,
+        description="Host memory, shared between the run's processes, for prefixes that leave the cache; 0 uses none.",
+    )
+    kv_disk_mb: int = Field(
+        0, ge=0, description="Disk space for prefixes that leave memory, also for later runs; 0 uses none."
+    )
+    kv_disk_folder: str | None = Field(
+        None, description="Where they lie on disk; by default in headrace's cache, shared by all runs."
+    )
+    kv_evict: Literal["cost", "lru"] = Field(
+        "cost",
+        description="What goes first when memory for prefixes is short: what saves least computation for its size "
+        "and chance of reuse (`cost`), or what was not used for longest (`lru`).",
+    )
     max_batch_tokens: int = Field(
         512, ge=1, description="The most tokens of one engine step; longer prompts are prefilled in chunks."
     )
@@ -202,6 +235,14 @@ class EngineConfig(Section):
         "linear layers. Their rollouts come from a slightly different policy, which "
         '`algorithm.ratio = "proximal"` corrects for; needs `model.dtype = "float32"` and `model.device = "cpu"`.',
     )
+
+    @model_validator(mode="after")
+    def _lower_tiers_need_the_cache(self) -> Self:
+        if self.prefix_cache_mb == 0 and (self.kv_host_mb or self.kv_disk_mb):
+            raise ValueError(
+                "kv_host_mb and kv_disk_mb take what leaves the cache; set prefix_cache_mb above 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _int8_is_packed(self) -> Self:
@@ -354,7 +395,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make `model.name` and `environment.name` absolute where they are relative paths."""
+    """Make `model.name`, `environment.name` and `engine.kv_disk_folder` absolute where they are relative paths."""
     data = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
     model = data.get("model")
     if isinstance(model, dict) and isinstance(model.get("name"), str):
@@ -362,6 +403,9 @@ def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
         looks_like_path = name.startswith((".", "~")) or name.endswith(".gguf") or (base / name).exists()
         if looks_like_path and name not in MODEL_ALIASES:
             model["name"] = str((base / Path(name).expanduser()).resolve())
+    engine = data.get("engine")
+    if isinstance(engine, dict) and isinstance(engine.get("kv_disk_folder"), str):
+        engine["kv_disk_folder"] = str((base / Path(engine["kv_disk_folder"]).expanduser()).resolve())
     environment = data.get("environment")
     if isinstance(environment, dict) and isinstance(environment.get("name"), str):
         file, separator, attribute = environment["name"].rpartition(":")

@@ -3,7 +3,8 @@
 Invariants
 * `Trajectory.token_ids`, `.sampled`, `.logprobs` and `.versions` always have one length. A token that the
   policy did not sample (prompt, environment reply) has `sampled=False`, log-prob 0.0 and version -1.
-* Tokens are only ever appended: what was sampled is never decoded and encoded again.
+* Tokens are only ever appended: what was sampled is never decoded and encoded again. Where a chat template
+  rewrites what was said before, the row ends and the trajectory goes on in a new one (`Trajectory.split`).
 * This module imports neither torch nor numpy, so that schedulers and workers can use it.
 """
 
@@ -98,7 +99,10 @@ def _require_integer(name: str, value: object) -> None:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One attempt at a task, token by token. All lists have the same length (see the module's invariants)."""
+    """One attempt at a task, token by token. All lists have the same length (see the module's invariants).
+
+    The lists are those of its last *row*; `earlier` holds the rows before it, if its chat template rewrote history.
+    """
 
     id: TrajectoryId
     temperature: float
@@ -111,6 +115,43 @@ class Trajectory:
     completion: str = ""
     mixed_kv: bool = False
     """Whether some token was sampled over KV of older weights (`kv_on_update = "keep"`)."""
+    turn_start: int = 0
+    """Where in the row the policy's current or last turn begins."""
+    turns: int = 0
+    """Turns that the policy has ended."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """What each answered turn earned; `reward` is their sum once the attempt has ended."""
+    earlier: list[Trajectory] = field(default_factory=list)
+    splits: list[str] = field(default_factory=list)
+    """Why each of the rows in `earlier` ended."""
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """Every row of the attempt, in order; each is trained on its own, with the attempt's advantage."""
+        return [*self.earlier, self]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all rows."""
+        return sum(len(row.token_ids) for row in self.rows)
+
+    def split(self, prompt_ids: Sequence[int], reason: str) -> None:
+        """End the row, and begin another one with a prompt that the policy did not sample."""
+        row = Trajectory(
+            self.id,
+            self.temperature,
+            self.token_ids,
+            self.sampled,
+            self.logprobs,
+            self.versions,
+            self.finish_reason,
+            mixed_kv=self.mixed_kv,
+        )
+        self.earlier.append(row)
+        self.splits.append(reason)
+        self.token_ids, self.sampled, self.logprobs, self.versions = [], [], [], []
+        self.mixed_kv = False
+        self.append_observed(prompt_ids)
 
     def append_observed(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample."""
@@ -133,12 +174,15 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        return sum(self.sampled)
+        """Sampled tokens of all rows."""
+        return sum(self.sampled) + sum(sum(row.sampled) for row in self.earlier)
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version among the sampled tokens."""
-        return min(v for v, sampled in zip(self.versions, self.sampled, strict=True) if sampled)
+        """The oldest policy version among the sampled tokens of all rows."""
+        return min(
+            v for row in self.rows for v, sampled in zip(row.versions, row.sampled, strict=True) if sampled
+        )
 
     @property
     def complete(self) -> bool:
@@ -157,6 +201,11 @@ class Trajectory:
             "reward": self.reward,
             "completion": self.completion,
             "mixed_kv": self.mixed_kv,
+            "turn_start": self.turn_start,
+            "turns": self.turns,
+            "turn_rewards": self.turn_rewards,
+            "earlier": [row.to_dict() for row in self.earlier],
+            "splits": self.splits,
         }
 
     @classmethod
@@ -172,6 +221,11 @@ class Trajectory:
             reward=data["reward"],
             completion=data["completion"],
             mixed_kv=data["mixed_kv"],
+            turn_start=data["turn_start"],
+            turns=data["turns"],
+            turn_rewards=list(data["turn_rewards"]),
+            earlier=[cls.from_dict(row) for row in data["earlier"]],
+            splits=list(data["splits"]),
         )
 
 

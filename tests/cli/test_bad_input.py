@@ -127,7 +127,7 @@ def test_a_usage_error_is_exit_code_2(call: Callable[..., Any]) -> None:
 
 
 def test_an_unexpected_exception_keeps_its_traceback(config: Path, environ: dict[str, str]) -> None:
-    program = "from headrace import cli; cli.Config.load = lambda *a: 1 / 0; cli.main()"
+    program = "from headrace import Config, cli; Config.load = lambda *a: 1 / 0; cli.main()"
     done = subprocess.run(
         [sys.executable, "-c", program, "train", str(config)],
         env=environ,

@@ -46,6 +46,8 @@ def test_examples_load_and_their_environments_answer() -> None:
         for split in ("train", "test"):
             tasks = list(islice(environment.tasks(split), 3))
             assert len(tasks) == 3
+            if hasattr(environment, "step"):  # conversations are tried where they run
+                continue
             assert all(task["prompt"] for task in tasks)
             assert environment.reward(tasks[0], "") == 0.0
             assert environment.reward(tasks[0], "no idea") < 0.2

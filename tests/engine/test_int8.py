@@ -26,7 +26,7 @@ def int8_engine(model=None, **settings) -> Engine:  # type: ignore[no-untyped-de
 
 
 def test_the_identity_of_its_kv_says_so() -> None:
-    identity = int8_engine()._identity
+    identity = int8_engine().directory.identity
     assert (identity.weight_format, identity.layout) == ("int8", "slot-rows bfloat16")
 
 

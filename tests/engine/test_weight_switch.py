@@ -291,7 +291,7 @@ def test_the_same_weights_id_keeps_the_kv_and_the_cache() -> None:
 
 def test_the_identity_names_weights_format_and_layout() -> None:
     engine = tiny_engine()
-    assert engine._identity == KVIdentity("w0", "float64", "", "slot-rows float64")
+    assert engine.directory.identity == KVIdentity("w0", "float64", "", "slot-rows float64")
 
 
 @pytest.mark.parametrize("kind", [pytest.param(LlamaForward, marks=pytest.mark.kernels), ModuleForward])

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from headrace.config import EnvironmentConfig
-from headrace.environments import EnvironmentPool, RewardReply
+from headrace.environments import EnvironmentPool, WorldReply
 from headrace.environments.messages import Ready, Reward, Setup
 from headrace.environments.process import WorkerProcess
 from headrace.errors import EnvironmentFailure, EnvironmentSetupError, RunError, UserError
@@ -215,11 +215,11 @@ def line_of(task_file: Path, text: str) -> str:
     return f"({task_file}:{next(n for n, line in enumerate(lines, 1) if text in line)})"
 
 
-def rewards(pool: EnvironmentPool, *completions: str, n: int = 7) -> dict[Any, RewardReply]:
+def rewards(pool: EnvironmentPool, *completions: str, n: int = 7) -> dict[Any, WorldReply]:
     """Submit one reward per completion and wait for all."""
     for completion in completions:
         pool.submit(completion, {"prompt": "?", "n": n}, completion)
-    replies: dict[Any, RewardReply] = {}
+    replies: dict[Any, WorldReply] = {}
     deadline = time.monotonic() + 30
     while pool.pending and time.monotonic() < deadline:
         replies.update((reply.key, reply) for reply in pool.wait(1.0))
@@ -264,9 +264,9 @@ def test_a_failure_costs_one_request(
     replies = rewards(pool, "before", completion, "after")
     lines = {"raise": "raise Zero", "sys.exit": 'sys.exit("leaving")'}
     line = line_of(task_file, lines.get(completion, "class"))
-    assert replies[completion] == RewardReply(completion, None, error.format(line=line))
-    assert replies["before"] == RewardReply("before", 7.0, None)
-    assert replies["after"] == RewardReply("after", 7.0, None)
+    assert replies[completion] == WorldReply(completion, None, error.format(line=line))
+    assert replies["before"] == WorldReply("before", 7.0, None)
+    assert replies["after"] == WorldReply("after", 7.0, None)
 
 
 @pytest.mark.parametrize("hang", ["hang", "hold the interpreter"])
@@ -317,20 +317,20 @@ def test_text_hashes_alike_in_every_worker(make_pool: MakePool) -> None:
     assert first == second  # or the order of a set, and with it a task, would differ after a resume
 
 
-def test_cancel_drops_queued_and_running_rewards(make_pool: MakePool) -> None:
+def test_drop_gives_up_queued_and_running_rewards(make_pool: MakePool) -> None:
     pool = make_pool("Counting")
     for completion in ("sleep", "queued", "kept"):
         pool.submit(completion, {"prompt": "?", "n": 1}, completion)
     time.sleep(0.1)
-    pool.cancel("sleep")
-    pool.cancel("queued")
-    pool.cancel("never submitted")
+    pool.drop("sleep")
+    pool.drop("queued")
+    pool.drop("never submitted")
     pool.submit("sleep", {"prompt": "?", "n": 2}, "")
     assert pool.pending == 2
     replies = []
     while pool.pending:
         replies += pool.wait(5.0)
-    assert replies == [RewardReply("kept", 1.0, None), RewardReply("sleep", 2.0, None)]
+    assert replies == [WorldReply("kept", 1.0, None), WorldReply("sleep", 2.0, None)]
 
 
 def test_a_key_is_pending_once(make_pool: MakePool) -> None:

@@ -193,6 +193,30 @@ def test_check_integrity_finds_damage(damage: str) -> None:
         cache.check_integrity()
 
 
+def test_blocks_that_lie_elsewhere_only_lead_to_others() -> None:
+    """Eviction in the middle of an insert, under blocks that are not resident."""
+    cache = cache_of(4, block_size=1)
+    insert(cache, A, [1, 2, 3])
+    cache.remove(A, cache.root(A).children[(1,)].children[(2,)])  # type: ignore[union-attr]
+    cache.check_integrity()
+    assert [block.tokens for block, _ in cache.along(A, [1, 2, 3])] == [(1,), (3,)]
+    assert cache.matched_length(A, [1, 2, 3]) == 1
+    insert(cache, A, [7, 8])
+    rows = rows_of(A, [1, 2, 5, 6, 6, 6])
+    done = cache.insert(
+        A,
+        [1, 2, 5, 6, 6, 6],
+        lambda start, stop: [rows[:, start:stop].clone()],
+        elsewhere=lambda block: block in (1, 2),
+    )
+    cache.check_integrity()
+    assert done == 6
+    assert cache.used_bytes == 4 * TOKEN_BYTES
+    large = [torch.zeros(PLANES, 1, 9 * WIDTH, dtype=torch.float64)]
+    assert cache.insert(A, [1, 2, 5, 9], lambda start, stop: large, elsewhere=lambda block: block < 3) == 3
+    cache.check_integrity()
+
+
 class CacheMachine(RuleBasedStateMachine):
     """A cache too small for what is put into it: every hit is still true."""
 

@@ -209,8 +209,8 @@ def record_plans(engine: Engine) -> list[Plan]:
     plans: list[Plan] = []
     plan_step = engine.scheduler.plan
 
-    def plan(identity):  # type: ignore[no-untyped-def]
-        made = plan_step(identity)
+    def plan() -> Plan:
+        made = plan_step()
         plans.append(Plan(list(made.decodes), list(made.chunks)))
         return made
 

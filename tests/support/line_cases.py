@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
-from headrace.environments import RewardReply
+from headrace.environments import WorldReply
 from headrace.line import Line, Observer
 
 
@@ -94,6 +94,8 @@ class ChosenPool:
     `choose(n)` returns which of n pending rewards to answer now, or None for none of them.
     """
 
+    multi_turn = False
+
     def __init__(self, choose: Any) -> None:
         self.choose = choose
         self.requests: list[Hashable] = []
@@ -104,24 +106,30 @@ class ChosenPool:
     def submit(self, key: Hashable, task: dict[str, Any], completion: str) -> None:
         self.requests.append(key)
 
-    def poll(self) -> list[RewardReply]:
+    def drop(self, key: Hashable) -> None:
+        self.requests = [request for request in self.requests if request != key]
+
+    def poll(self) -> list[WorldReply]:
         if not self.requests:
             return []
         index = self.choose(len(self.requests))
         return [] if index is None else [self._answer(index)]
 
-    def wait(self, timeout_s: float) -> list[RewardReply]:
+    def wait(self, timeout_s: float) -> list[WorldReply]:
         index = self.choose(len(self.requests))
         if index is None and timeout_s < 1:
             return []
         return [self._answer(0 if index is None else index)]
 
+    def take_reports(self) -> list[str]:
+        return []
+
     def close(self) -> None:
         pass
 
-    def _answer(self, index: int) -> RewardReply:
+    def _answer(self, index: int) -> WorldReply:
         key = self.requests.pop(index)
-        return RewardReply(key, float(sum(key) % 2), None)  # type: ignore[call-overload]
+        return WorldReply(key, float(sum(key) % 2), None)  # type: ignore[call-overload]
 
 
 def finish(run_dir: Path) -> None:

@@ -10,6 +10,7 @@ Invariants
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +20,11 @@ from typing import Any
 import psutil
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from headrace.config import EngineConfig, describe
-from headrace.engine.forward import make_forward
+from headrace.engine.forward import Prepared, make_forward
+from headrace.engine.kv import UNNAMED, make_directory
 from headrace.engine.runner import Runner
 from headrace.engine.sampler import random_key, sample, uniform
 from headrace.engine.scheduler import Scheduler
@@ -37,7 +40,7 @@ from headrace.models import (
     resolve,
 )
 from headrace.models.attention import ATTENTION
-from headrace.state.kv import KVIdentity, PrefixCache
+from headrace.state.eviction import Kind
 from headrace.types import Sampling
 
 Prompt = str | Sequence[int] | Sequence[dict[str, Any]]
@@ -91,10 +94,16 @@ class Engine:
             them calls `update_weights` before the next step.
         config: the generator's settings.
         weights_id: what the weights are (any string that differs when they do).
+        kv_shared_name: engines of other processes with the same name share this one's `kv_host_mb`.
     """
 
     def __init__(
-        self, model: LoadedModel, config: EngineConfig | None = None, weights_id: str = "loaded"
+        self,
+        model: LoadedModel,
+        config: EngineConfig | None = None,
+        weights_id: str = UNNAMED,
+        *,
+        kv_shared_name: str | None = None,
     ) -> None:
         self.config = config or EngineConfig()
         self.model = model
@@ -117,10 +126,11 @@ class Engine:
             kv_dtype,
             model.device,
         )
-        self.cache = PrefixCache(self.config.prefix_cache_mb * 2**20)
-        self.scheduler = Scheduler(self.slots, self.cache, self.config.max_batch_tokens)
-        weight_format = "int8" if int8 else _name(model.dtype)
-        self._identity = KVIdentity(weights_id, weight_format, "", f"slot-rows {_name(kv_dtype)}")
+        self.directory = make_directory(
+            self.config, model, self.forward, self.slots, weights_id, kv_shared_name
+        )
+        self.cache = self.directory.cache
+        self.scheduler = Scheduler(self.slots, self.directory, self.config.max_batch_tokens)
         self._prompts: dict[tuple[int, ...], tuple[int, ...]] = {}
         self._detokenizers: dict[Hashable, IncrementalDetokenizer] = {}
         self._arrivals = 0
@@ -136,7 +146,7 @@ class Engine:
         *,
         device: str = "cpu",
         dtype: str = "float32",
-        weights_id: str = "loaded",
+        weights_id: str = UNNAMED,
         **settings: Any,
     ) -> Engine:
         """Load a model by folder, GGUF file, alias or hub id.
@@ -161,7 +171,7 @@ class Engine:
 
     @property
     def weights_id(self) -> str:
-        return self._identity.weights_id
+        return self.directory.identity.weights_id
 
     @property
     def num_unfinished(self) -> int:
@@ -177,6 +187,7 @@ class Engine:
         random_key: int = 0,
         prompt_length: int | None = None,
         priority: tuple[int, ...] = (0,),
+        keep_kv: bool = False,
     ) -> None:
         """Queue one sample.
 
@@ -185,6 +196,8 @@ class Engine:
             random_key: identifies the sample's randomness; position does the rest.
             prompt_length: leading tokens of `token_ids` that are the prompt; all of them by default.
             priority: the lower is the more urgent; equals in order of arrival.
+            keep_kv: when it ends, keep the KV of prompt and sampled tokens for a prompt that goes on from
+                there, until `release` or until it is the least valuable.
 
         Raises:
             UserError: the prompt is empty, does not fit the context or holds ids outside the vocabulary, the
@@ -214,6 +227,7 @@ class Engine:
             priority=priority,
             arrival=self._arrivals,
             stop_token_ids=self._stop_token_ids(sampling),
+            keep_kv=keep_kv,
         )
         self._arrivals += 1
         if sampling.stop:
@@ -243,14 +257,20 @@ class Engine:
             NonFiniteError: the weights gave a log-prob that is not finite. No request got a token in this step,
                 and the engine must not be used again.
         """
-        plan = self.scheduler.plan(self._identity)
+        self.directory.tick()
+        plan = self.scheduler.plan()
         if plan.empty:
             if self.num_unfinished:
                 raise RuntimeError("the engine has requests but nothing to run")
             return []
         self.last_decoded = len(plan.decodes)
         self.last_prefilled = sum(tokens for _, tokens in plan.chunks)
+        started = time.perf_counter()
         ready, logits = self.runner.run(plan, self.slots)
+        if len(plan.chunks) == 1 and not plan.decodes:
+            sequence, tokens = plan.chunks[0]
+            seconds = time.perf_counter() - started
+            self.directory.policy.prefilled(sequence.computed - tokens, tokens, seconds)
         # A prompt whose last piece is a single token ends in a decode.
         for sequence in (*plan.decodes, *(sequence for sequence, _ in plan.chunks)):
             self._cache_prompt(sequence)
@@ -276,20 +296,67 @@ class Engine:
             for sequence, token_id, logprob in zip(ready, ids, logprobs, strict=True)
         ]
 
-    def update_weights(self, version: int, weights_id: str) -> None:
-        """The shared parameters are now those of `version`. Repacks them and deals with KV of the old ones."""
-        self.forward.repack()
-        old = self._identity
+    def update_weights(self, version: int, weights_id: str, prepared: Prepared | None = None) -> None:
+        """The shared parameters are now those of `version`. Repacks them and deals with KV of the old ones.
+
+        Args:
+            prepared: weights that `forward.prepare` has packed; given, they become the parameters.
+        """
+        if prepared is None:
+            self.forward.repack()
+        else:
+            self.forward.switch(prepared)
+        old = self.directory.identity
         self.version = version
-        self._identity = old._replace(weights_id=weights_id)
+        self.directory.identity = old._replace(weights_id=weights_id)
         if old.weights_id == weights_id:
             return
-        self.cache.drop(old)
-        for sequence in list(self.scheduler.running):
+        self.directory.retire(old)
+        # From the last slot on: giving up a slot in the middle would move another one's KV into it.
+        for sequence in sorted(self.scheduler.running, key=lambda s: s.slot or 0, reverse=True):
             if self.config.kv_on_update == "recompute":
                 self.scheduler.preempt(sequence)
             elif sequence.computed:
                 sequence.mixed = True
+
+    def expect(self, token_ids: Sequence[int], seconds: float) -> None:
+        """A session whose KV was kept is expected to go on in `seconds`; what left memory is brought near before."""
+        self.directory.expect(token_ids, seconds)
+
+    def release(self, token_ids: Sequence[int]) -> None:
+        """A session whose KV was kept has ended: its KV may go first."""
+        self.directory.finish(token_ids)
+
+    def tick(self) -> None:
+        """Bring a little of the KV near that is expected soon. `step` does it too; call it while nothing decodes."""
+        self.directory.tick()
+
+    def close(self) -> None:
+        """Let go of shared memory and disk, where KV worth keeping is written first. No step may follow."""
+        self.directory.close()
+
+    def adopt(self, sequence: EngineSequence, rows: Sequence[Tensor], count: int) -> bool:
+        """Start a sequence over KV that another engine computed under the same weights.
+
+        Args:
+            sequence: one that the scheduler does not hold.
+            rows: one tensor [planes, >= count, D] per buffer of the slots; copied.
+            count: leading tokens whose KV they are, fewer than the sequence has.
+
+        Returns:
+            False, and nothing has happened, while there is no room for it or a more urgent one waits for room.
+        """
+        full = self.slots.used == self.slots.max_sequences or not self.slots.can_grow(
+            len(sequence.token_ids) + 1
+        )
+        if full or any(other.order < sequence.order for other in self.scheduler.waiting):
+            return False
+        sequence.slot = self.slots.take()
+        self.scheduler.running.append(sequence)
+        self.slots.grow(sequence.slot, len(sequence.token_ids))
+        self.slots.write(sequence.slot, 0, rows, count)
+        sequence.computed = count
+        return True
 
     def generate(self, prompts: Sequence[Prompt] | str, sampling: Sampling | None = None) -> list[Output]:
         """Complete every prompt.
@@ -401,6 +468,8 @@ class Engine:
             sequence.request_id, token_id, logprob, self.version, sequence.mixed, finish_reason
         )
         if finish_reason is not None:
+            if sequence.keep_kv and not sequence.mixed:
+                self._keep(sequence, sequence.computed, Kind.WAITING)
             self._remove(sequence)
         return event
 
@@ -415,12 +484,14 @@ class Engine:
         if sequence.prompt_cached or sequence.mixed or sequence.computed < sequence.prompt_length:
             return
         sequence.prompt_cached = True
+        kind = Kind.WAITING if sequence.continues else Kind.SHARED
+        self._keep(sequence, sequence.prompt_length, kind)
+
+    def _keep(self, sequence: EngineSequence, length: int, kind: Kind) -> None:
         slot = sequence.slot
         assert slot is not None
-        self.cache.insert(
-            self._identity,
-            sequence.token_ids[: sequence.prompt_length],
-            lambda start, stop: self.slots.read(slot, start, stop),
+        self.directory.insert(
+            sequence.token_ids[:length], lambda start, stop: self.slots.read(slot, start, stop), kind
         )
 
     def _remove(self, sequence: EngineSequence) -> None:
@@ -494,10 +565,6 @@ def _capacity_tokens(config: EngineConfig, context_length: int, token_bytes: int
             "engine.kv_memory_mb"
         )
     return min(wanted, allowed // token_bytes)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _mb(count: int) -> str:

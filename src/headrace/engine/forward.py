@@ -4,13 +4,17 @@ Two implementations: `ModuleForward` runs the Hugging Face module itself and is 
 headrace loads; `LlamaForward` computes the Llama shape (Llama, SmolLM, Mistral, Qwen 2 and 3) in headrace's own
 kernels.
 
-Invariant: both give the module's own logits for the parameters at the last `repack`, to within the rounding of the
-weight format.
+Invariants
+* Both give the module's own logits for the parameters at the last `repack` or `switch`, to within the rounding of the
+  weight format.
+* `prepare` changes nothing that a call reads; it may run in another thread, one at a time. At most two packed sets of
+  weights exist.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -21,17 +25,25 @@ from headrace.engine.attention import LayerProbe, SlotAttention
 from headrace.engine.batch import Batch
 from headrace.engine.slots import KVSlots, LayerShape
 from headrace.errors import UserError
-from headrace.kernels import Cluster, HugePages, LlamaKernel, LlamaLayer, PackedWeight
+from headrace.kernels import Cluster, HugePages, Linear, LlamaKernel, LlamaLayer, PackedWeight
 from headrace.models.attention import attention_backend
 from headrace.models.calibration import input_peaks
 from headrace.models.linear import suits_onednn
-from headrace.models.packing import inference_replica, repack
+from headrace.models.packing import assign, inference_replica, pack_beside, repack, use_packed
 
 LLAMA_SHAPED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Classes whose layers `LlamaForward` computes."""
 
 CLUSTER_ROWS = 8
 """Tokens that go over keys and values together; more would leave too few clusters for all threads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Weights that are packed and not yet used: all tensors of the module by name, and their packed form."""
+
+    tensors: Mapping[str, Tensor]
+    packed: Any
 
 
 class Forward(Protocol):
@@ -50,6 +62,16 @@ class Forward(Protocol):
 
     def repack(self) -> None:
         """Bring copies of weights up to date with the module's parameters."""
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
+        """Pack other weights beside the current ones.
+
+        Args:
+            tensors: by name as in the module's state dict. They are read in place from the switch on.
+        """
+
+    def switch(self, prepared: Prepared) -> None:
+        """Use prepared weights from the next call on; the module's parameters then show them too."""
 
 
 def make_forward(
@@ -92,6 +114,9 @@ class ModuleForward:
         self.shapes = _probe(module).ordered_shapes
         parameter = next(module.parameters())
         self.kv_dtype, self._device = parameter.dtype, parameter.device
+        # The replica's parameters are the module's: what one shows, the other shows.
+        self._targets = module.state_dict(keep_vars=True)
+        self._spare: object = None
 
     def __call__(self, batch: Batch, slots: KVSlots) -> Tensor:
         count = len(batch.decode_slots)
@@ -109,6 +134,15 @@ class ModuleForward:
     def repack(self) -> None:
         repack(self.module)
 
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
+        self._spare = None  # here, since giving back much memory takes time
+        tensors = {name: tensor.to(self._device) for name, tensor in tensors.items()}
+        return Prepared(tensors, pack_beside(self.module, tensors))
+
+    def switch(self, prepared: Prepared) -> None:
+        assign(self._targets, prepared.tensors)
+        self._spare = use_packed(self.module, prepared.packed)
+
 
 class LlamaForward:
     """Llama-shaped layers in native kernels, with merged and packed projections. float32 on the CPU.
@@ -125,43 +159,13 @@ class LlamaForward:
     ) -> None:
         self.shapes = probe.ordered_shapes
         self.kv_dtype = torch.float32 if peaks is None else torch.bfloat16
+        self._options = [probe.options[layer] for layer in range(len(module.model.layers))]
+        self._peaks = peaks
+        self._targets: dict[str, Tensor] = module.state_dict(keep_vars=True)
         model = module.model
-        names = {id(layer): name for name, layer in module.named_modules()}
-        memory = HugePages()
-
-        def packed(*linears: Any) -> PackedWeight:
-            return PackedWeight(linears, None if peaks is None else peaks[names[id(linears[0])]], memory)
-
-        layers = []
-        for index, layer in enumerate(model.layers):
-            attention, mlp = layer.self_attn, layer.mlp
-            # The module itself says how its layers attend: where architectures keep their windows differs.
-            options = probe.options[index]
-            layers.append(
-                LlamaLayer(
-                    qkv=packed(attention.q_proj, attention.k_proj, attention.v_proj),
-                    out=packed(attention.o_proj),
-                    gate_up=packed(mlp.gate_proj, mlp.up_proj),
-                    down=packed(mlp.down_proj),
-                    input_norm=layer.input_layernorm.weight,
-                    mlp_norm=layer.post_attention_layernorm.weight,
-                    query_norm=_weight(attention, "q_norm"),
-                    key_norm=_weight(attention, "k_norm"),
-                    window=options.sliding_window,
-                    scaling=options.scaling,
-                )
-            )
-        shape = self.shapes[0]
-        self._kernel = LlamaKernel(
-            layers,
-            packed(module.lm_head),
-            model.embed_tokens.weight,
-            model.norm.weight,
-            heads=model.layers[0].self_attn.q_proj.out_features // shape.key_dim,
-            kv_heads=shape.heads,
-            dim=shape.key_dim,
-            epsilon=model.norm.variance_epsilon,
-        )
+        self._epsilon: float = model.norm.variance_epsilon
+        self._kernel = self._pack(self._targets, None)
+        self._spare: LlamaKernel | None = None
         # Models whose rotation depends on the length of the text are capped where it would begin to.
         positions = torch.arange(context_length).unsqueeze(0)
         with torch.no_grad():
@@ -191,6 +195,61 @@ class LlamaForward:
 
     def repack(self) -> None:
         self._kernel.repack()
+
+    def prepare(self, tensors: Mapping[str, Tensor]) -> Prepared:
+        spare, self._spare = self._spare, None
+        return Prepared(tensors, self._pack(tensors, spare))
+
+    def switch(self, prepared: Prepared) -> None:
+        assign(self._targets, prepared.tensors)
+        prepared.packed.scratch = self._kernel.scratch
+        self._spare, self._kernel = self._kernel, prepared.packed
+
+    def _pack(self, tensors: Mapping[str, Tensor], spare: LlamaKernel | None) -> LlamaKernel:
+        """The kernel over these weights, packed into the memory of `spare` where there is one."""
+        memory = HugePages()
+        reused = iter(spare.weights if spare else ())
+
+        def packed(*names: str) -> PackedWeight:
+            linears = [Linear(tensors[f"{name}.weight"], tensors.get(f"{name}.bias")) for name in names]
+            weight = next(reused, None)
+            if weight is None:
+                return PackedWeight(linears, None if self._peaks is None else self._peaks[names[0]], memory)
+            weight.linears = linears
+            weight.repack()
+            return weight
+
+        layers = []
+        for index, options in enumerate(self._options):
+            layer = f"model.layers.{index}"
+            attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
+            layers.append(
+                # Their order is that of `LlamaKernel.weights`. The module itself says how its layers attend: where
+                # architectures keep their windows differs.
+                LlamaLayer(
+                    qkv=packed(f"{attention}.q_proj", f"{attention}.k_proj", f"{attention}.v_proj"),
+                    out=packed(f"{attention}.o_proj"),
+                    gate_up=packed(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+                    down=packed(f"{mlp}.down_proj"),
+                    input_norm=tensors[f"{layer}.input_layernorm.weight"],
+                    mlp_norm=tensors[f"{layer}.post_attention_layernorm.weight"],
+                    query_norm=tensors.get(f"{attention}.q_norm.weight"),
+                    key_norm=tensors.get(f"{attention}.k_norm.weight"),
+                    window=options.sliding_window,
+                    scaling=options.scaling,
+                )
+            )
+        shape = self.shapes[0]
+        return LlamaKernel(
+            layers,
+            packed("lm_head"),
+            tensors["model.embed_tokens.weight"],
+            tensors["model.norm.weight"],
+            heads=len(tensors["model.layers.0.self_attn.q_proj.weight"]) // shape.key_dim,
+            kv_heads=shape.heads,
+            dim=shape.key_dim,
+            epsilon=self._epsilon,
+        )
 
 
 def _decode_clusters(prompts: Sequence[tuple[int, ...] | None]) -> list[Cluster]:
@@ -223,11 +282,6 @@ def _vector_heads(probe: LayerProbe) -> bool:
     """Whether all layers are alike and kernels can read whole vectors of a head, of the widest kind that there is."""
     shapes = set(probe.shapes.values())
     return len(shapes) == 1 and next(iter(shapes)).key_dim % 16 == 0
-
-
-def _weight(module: nn.Module, name: str) -> Tensor | None:
-    norm = getattr(module, name, None)
-    return None if norm is None else norm.weight
 
 
 @torch.inference_mode()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from headrace.engine.sequence import EngineSequence, shared_prefix
 from headrace.engine.slots import KVSlots
-from headrace.state.kv import KVIdentity, PrefixCache
+from headrace.state.directory import Directory
 
 
 @dataclass(slots=True)
@@ -37,9 +37,9 @@ class Scheduler:
         max_batch_tokens: the most tokens of one step; at least one per running sequence.
     """
 
-    def __init__(self, slots: KVSlots, cache: PrefixCache, max_batch_tokens: int) -> None:
+    def __init__(self, slots: KVSlots, directory: Directory, max_batch_tokens: int) -> None:
         self.slots = slots
-        self.cache = cache
+        self.directory = directory
         self.max_batch_tokens = max(max_batch_tokens, slots.max_sequences)
         self.running: list[EngineSequence] = []
         self.waiting: list[EngineSequence] = []
@@ -65,7 +65,7 @@ class Scheduler:
         self._free(sequence)
         self.waiting.append(sequence)
 
-    def plan(self, identity: KVIdentity) -> Plan:
+    def plan(self) -> Plan:
         """Decide the next step. Slots are reserved and cached prefixes copied in here."""
         plan = Plan()
         budget = self.max_batch_tokens
@@ -83,10 +83,10 @@ class Scheduler:
         # What was preempted above computes nothing in this step, even if it is admitted again below.
         plan.decodes = [s for s in plan.decodes if s.slot is not None]
         plan.chunks = [(s, tokens) for s, tokens in plan.chunks if s.slot is not None]
-        self._admit(plan, identity, budget)
+        self._admit(plan, budget)
         return plan
 
-    def _admit(self, plan: Plan, identity: KVIdentity, budget: int) -> None:
+    def _admit(self, plan: Plan, budget: int) -> None:
         self.waiting.sort(key=lambda s: s.order)
         for sequence in list(self.waiting):
             if budget <= 0 or self.slots.used == self.slots.max_sequences:
@@ -94,12 +94,12 @@ class Scheduler:
             if not self.slots.can_grow(len(sequence.token_ids) + 1):
                 # A less urgent, shorter one must not overtake: that would starve long prompts.
                 return
-            if self._shares_a_prefill(sequence, identity):
+            if self._shares_a_prefill(sequence):
                 continue
             self.waiting.remove(sequence)
             sequence.slot = self.slots.take()
             self.running.append(sequence)
-            self._load_prefix(sequence, identity)
+            self._load_prefix(sequence)
             # The whole sequence at once, or several admissions could fill the memory with half prompts.
             self._reserve(sequence, len(sequence.token_ids))
             if sequence.pending == 1:
@@ -127,18 +127,20 @@ class Scheduler:
         self.slots.grow(sequence.slot, length)
         return True
 
-    def _load_prefix(self, sequence: EngineSequence, identity: KVIdentity) -> None:
+    def _load_prefix(self, sequence: EngineSequence) -> None:
         """Copy the longest cached prefix into the slot. The last token is always computed: its logits are needed."""
         assert sequence.slot is not None
-        usable = sequence.token_ids[:-1]
-        for rows, count in self.cache.match(identity, usable):
-            self.slots.grow(sequence.slot, sequence.computed + count)
-            self.slots.write(sequence.slot, sequence.computed, rows, count)
-            sequence.computed += count
+        tokens = sequence.token_ids
+        found = self.directory.matched_length(tokens, len(tokens) - 1)
+        # Reserved before it is written: rows that no slot has reserved may be given back to the system.
+        self.slots.grow(sequence.slot, found)
+        restored = self.directory.restore(tokens, self.slots.rows(sequence.slot), len(tokens) - 1)
+        sequence.computed = restored.length
+        sequence.continues = restored.waiting
 
-    def _shares_a_prefill(self, sequence: EngineSequence, identity: KVIdentity) -> bool:
+    def _shares_a_prefill(self, sequence: EngineSequence) -> bool:
         """Whether a running sequence is prefilling a prompt that saves this one at least a block."""
-        if not self.cache.capacity_bytes:
+        if not self.directory.enabled:
             return False
         longest = 0
         for other in self.running:
@@ -147,9 +149,11 @@ class Scheduler:
             longest = max(
                 longest, shared_prefix(sequence.token_ids[:-1], other.token_ids[: other.prompt_length])
             )
-        if longest < self.cache.block_size:
+        block_size = self.directory.cache.block_size
+        if longest < block_size:
             return False
-        return longest - self.cache.matched_length(identity, sequence.token_ids[:-1]) >= self.cache.block_size
+        found = self.directory.matched_length(sequence.token_ids, len(sequence.token_ids) - 1)
+        return longest - found >= block_size
 
     def _free(self, sequence: EngineSequence) -> None:
         assert sequence.slot is not None

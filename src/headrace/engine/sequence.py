@@ -6,6 +6,7 @@ Invariants
 * A sequence without a slot has `computed == 0`.
 * `mixed` says that some of its KV was computed under weights older than the current ones; such KV is private
   to the sequence and never enters the prefix cache.
+* `keep_kv` asks to keep its KV when it ends, for a next turn; `continues` says that it began with such KV.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class EngineSequence:
     computed: int = 0
     mixed: bool = False
     prompt_cached: bool = False
+    keep_kv: bool = False
+    continues: bool = False
     generated_text: str = field(default="")
 
     @property

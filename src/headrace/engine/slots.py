@@ -11,9 +11,12 @@ Invariants
 
 from __future__ import annotations
 
+import math
 import mmap
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +25,9 @@ from headrace.errors import UserError
 
 _ROW_PADDING = 16
 """Rows added to each plane, so that planes do not lie a power of two apart and fight for the same cache sets."""
+
+_GRANULE = 65536
+"""Buffers in shared memory begin at multiples of this, and so at whole pages on every system."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +41,21 @@ class LayerShape:
     index_dim: int = 0
 
 
+class BufferPlace(NamedTuple):
+    """Where a buffer [slots, planes, rows, D] lies in shared memory: `offset` in bytes."""
+
+    shape: tuple[int, ...]
+    offset: int
+
+
 class KVSlots:
     """KV memory for `max_sequences` sequences of up to `context_length` tokens.
 
     Args:
         shapes: per layer, as the model's forward shows them.
         capacity_tokens: the most tokens that all slots together may hold.
+        shared: descriptor of an empty file in memory (CPU only). The buffers are put there, so that another process
+            can map them (`places`, `map_buffers`).
     """
 
     def __init__(
@@ -51,11 +66,13 @@ class KVSlots:
         capacity_tokens: int,
         dtype: torch.dtype,
         device: torch.device,
+        shared: int | None = None,
     ) -> None:
         self.shapes = list(shapes)
         self.max_sequences = max_sequences
         self.context_length = context_length
         self.capacity_tokens = capacity_tokens
+        self.dtype = dtype
         self.lengths: list[int] = []
         self._touched = [0] * max_sequences
         planes: dict[int, int] = {}
@@ -71,6 +88,9 @@ class KVSlots:
             places.append((keys, values, place(shape.index_dim, 1) if shape.index_dim else slice(0)))
         rows = context_length + _ROW_PADDING
         self._maps: list[mmap.mmap | None] = []
+        self._shared = shared
+        self.places: list[BufferPlace] = []
+        """Where the buffers lie in shared memory; empty without."""
         self._buffers: dict[int, Tensor] = {
             dim: self._allocate((max_sequences, count, rows, dim), dtype, device)
             for dim, count in planes.items()
@@ -134,18 +154,24 @@ class KVSlots:
         for buffer, tensor in zip(self._buffers.values(), rows, strict=True):
             buffer[slot, :, start : start + count] = tensor[:, :count]
 
+    def rows(self, slot: int) -> list[Tensor]:
+        """A slot's rows as they lie in memory: one view [planes, rows, D] per buffer."""
+        return [buffer[slot] for buffer in self._buffers.values()]
+
     def reclaim(self) -> None:
         """Give rows that nobody uses back to the system: of unused slots, and behind the end of shorter successors."""
         for buffer, mapping in zip(self._buffers.values(), self._maps, strict=True):
             if mapping is None:
                 continue
             slot_bytes, plane_bytes, row_bytes, _ = (n * buffer.element_size() for n in buffer.stride())
-            _discard(mapping, self.used * slot_bytes, len(mapping))
+            # Shared memory is given back only when it is taken out of the file.
+            advice = mmap.MADV_DONTNEED if self._shared is None else mmap.MADV_REMOVE
+            _discard(mapping, self.used * slot_bytes, len(mapping), advice)
             for slot, length in enumerate(self.lengths):
                 touched = self._touched[slot]
                 for plane in range(buffer.shape[1] if touched > length else 0):
                     base = slot * slot_bytes + plane * plane_bytes
-                    _discard(mapping, base + length * row_bytes, base + touched * row_bytes)
+                    _discard(mapping, base + length * row_bytes, base + touched * row_bytes, advice)
         self._touched = [*self.lengths, *[0] * (self.max_sequences - self.used)]
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -153,9 +179,14 @@ class KVSlots:
             self._maps.append(None)
             # Zeros: attention multiplies what it masks by 0, and 0 * NaN would spoil its neighbours.
             return torch.zeros(shape, dtype=dtype, device=device)
-        count = 1
-        for size in shape:
-            count *= size
+        count = math.prod(shape)
+        if self._shared is not None:
+            place = BufferPlace(shape, os.fstat(self._shared).st_size)
+            os.ftruncate(self._shared, place.offset + -(-count * dtype.itemsize // _GRANULE) * _GRANULE)
+            self.places.append(place)
+            mapping = _map(self._shared, place, dtype)
+            self._maps.append(mapping)
+            return torch.frombuffer(mapping, dtype=dtype).view(shape)
         # Reserving is free, only writing takes memory; the scheduler keeps what is written within the capacity.
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
         try:
@@ -172,12 +203,23 @@ class KVSlots:
         return torch.frombuffer(mapping, dtype=dtype).view(shape)
 
 
-def _discard(mapping: mmap.mmap, start: int, stop: int) -> None:
+def map_buffers(file: int, places: Sequence[BufferPlace], dtype: torch.dtype) -> list[Tensor]:
+    """The buffers [slots, planes, rows, D] of another process's `KVSlots`, in the order of `KVSlots.read`'s tensors."""
+    return [torch.frombuffer(_map(file, place, dtype), dtype=dtype).view(place.shape) for place in places]
+
+
+def _map(file: int, place: BufferPlace, dtype: torch.dtype) -> mmap.mmap:
+    return mmap.mmap(
+        file, math.prod(place.shape) * dtype.itemsize, flags=mmap.MAP_SHARED, offset=place.offset
+    )
+
+
+def _discard(mapping: mmap.mmap, start: int, stop: int, advice: int) -> None:
     """Drop the whole pages between two byte offsets; they read as zeros from now on."""
     start = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
     stop = stop // mmap.PAGESIZE * mmap.PAGESIZE
     if start < stop:
-        mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
+        mapping.madvise(advice, start, stop - start)
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:

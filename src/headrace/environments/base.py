@@ -1,28 +1,18 @@
-"""The `tasks` + `reward` form of an environment, and what its answers must look like.
+"""The two forms of an environment: `tasks` + `reward`, and a conversation of `reset` and `step`.
 
-Invariants
-* A validated task holds only what JSON gives back unchanged, so that a task out of a checkpoint equals the
-  one that was served.
-* A validated reward is a finite float.
+Invariant: what user code sees and returns is defined here, and nothing else of headrace is needed to write an
+environment. What it returns is checked in `validation.py`.
 """
 
 from __future__ import annotations
 
 import inspect
-import math
-import numbers
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
-
-from headrace.errors import EnvironmentSetupError
 
 if TYPE_CHECKING:
     import asyncio
-
-_SHOWN_CHARS = 60
-
-MAX_INTEGER_BITS = 10_000
-"""Larger integers cannot be written as decimal text, which Python limits to 4,300 digits."""
 
 
 @runtime_checkable
@@ -52,6 +42,95 @@ class Environment(Protocol):
         An exception, another type of answer or a timeout is a failed attempt, never a reward of 0.
         """
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What the policy sees next: chat messages, and in the first observation the tools it may call.
+
+    Args:
+        messages: dicts in chat-template form, with the strings "role" and "content" (which may be missing beside
+            "tool_calls"), and whatever else the model's template reads, such as "tool_call_id" or "name".
+        tools: schemas `{"type": "function", "function": {"name", "description", "parameters"}}`. They belong to
+            the whole conversation, so only `reset` gives them.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One turn of the policy.
+
+    Args:
+        text: what it wrote, without special tokens and without the stop string that ended it.
+        message: the same as an assistant's chat message: "role", "content" and, where the model's format says so,
+            "reasoning_content" and "tool_calls".
+        finish_reason: "stop" if the policy ended the turn itself, "length" if a limit did.
+    """
+
+    text: str
+    message: dict[str, Any]
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What the world makes of an action.
+
+    Args:
+        observation: what the policy sees next; needed unless `done`.
+        reward: what this turn has earned; an episode is worth the sum of its turns.
+        done: whether the episode is over.
+        info: plain data for the logs.
+    """
+
+    observation: Observation | None = None
+    reward: float = 0.0
+    done: bool = False
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class ConversationEnvironment(Protocol):
+    """A world that the policy talks to, turn by turn. Every method may be plain or async.
+
+    Each live episode has an instance of its own, built with the same options; many of them live in one worker
+    process and share its event loop. Async methods of several episodes run at once; a plain method holds up all of
+    them while it runs. A worker may be lost at any time: its episodes then go on in new instances, which are told
+    every action again (so the same task and actions must give the same observations and rewards: seed random
+    numbers by the task) or get back what `snapshot` last returned.
+
+    Three more methods are optional:
+
+    * `close()` is called once an episode is over, given up or failed, but not when its worker is killed.
+    * `snapshot() -> data` returns all that `restore(task, data)` needs to put a new instance, instead of `reset`,
+      where this one is: JSON data other than None. It is called after every `reset` and `step`.
+    """
+
+    def tasks(self, split: str) -> Iterable[dict[str, Any]]:
+        """As in `Environment`, but a task needs no "prompt": it is whatever `reset` makes a conversation of."""
+        ...
+
+    def reset(self, task: dict[str, Any]) -> Observation:
+        """Begin the episode: what the policy sees first.
+
+        A string stands for one message of the user's, and a list for messages without tools.
+        """
+        ...
+
+    def step(self, action: Action) -> Step:
+        """Answer one turn of the policy, with a Step or a dict with its fields.
+
+        An exception, another type of answer or a timeout is a failed attempt, never a reward of 0.
+        """
+        ...
+
+
+def is_conversation(environment: object) -> bool:
+    """Whether an environment, or its class, has the conversation form."""
+    return all(callable(getattr(environment, method, None)) for method in ("tasks", "reset", "step"))
 
 
 class Caller:
@@ -86,112 +165,3 @@ class Caller:
 
             self._runner = asyncio.Runner()
         return self._runner.run(wait())
-
-
-def validate_task(task: object, source: str = "tasks") -> dict[str, Any]:
-    """A copy of `task` as plain data, NumPy scalars converted to numbers.
-
-    Args:
-        task: what an environment yielded.
-        source: the call it came from, for the error's text.
-
-    Raises:
-        EnvironmentSetupError: it is no dict, has no usable prompt, or holds something that JSON would not
-            give back unchanged.
-    """
-    if not isinstance(task, dict):
-        raise EnvironmentSetupError(f"{source} yielded {_show(task)}; yield a dict with at least 'prompt'")
-    if "prompt" not in task:
-        keys = ", ".join(repr(key) for key in task) or "none"
-        raise EnvironmentSetupError(f"{source} yielded a task without 'prompt' (its keys: {keys})")
-    plain: dict[str, Any] = _plain(task, "task", source)
-    _validate_prompt(plain["prompt"], source)
-    return plain
-
-
-def validate_reward(value: object, source: str = "reward(task, completion)") -> float:
-    """`value` as a float: a bool, an int, a float or a NumPy scalar that is finite.
-
-    Raises:
-        EnvironmentSetupError: it is anything else, or not finite.
-    """
-    number = _unwrap(value)
-    if not isinstance(number, numbers.Real):
-        raise EnvironmentSetupError(f"{source} returned {_show(value)}, not a number")
-    try:
-        result = float(number)
-    except OverflowError:
-        result = math.inf
-    if not math.isfinite(result):
-        raise EnvironmentSetupError(f"{source} returned {_show(value)}, not a finite number")
-    return result
-
-
-def _validate_prompt(prompt: object, source: str) -> None:
-    if isinstance(prompt, str):
-        if not prompt:
-            raise EnvironmentSetupError(f"{source} yielded a task with an empty 'prompt'")
-        return
-    if not isinstance(prompt, list) or not prompt:
-        raise EnvironmentSetupError(
-            f"{source} yielded a task whose 'prompt' is {_show(prompt)}; use a string or a list of chat "
-            "messages"
-        )
-    for place, message in enumerate(prompt):
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise EnvironmentSetupError(
-                f"{source} yielded a task whose 'prompt'[{place}] is {_show(message)}; a chat message is a "
-                "dict with the strings 'role' and 'content'"
-            )
-
-
-def _plain(value: object, where: str, source: str) -> Any:
-    """`value` rebuilt from exactly the types that JSON knows."""
-    value = _unwrap(value)
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, str):
-        return str.__str__(value)
-    if isinstance(value, int):
-        if value.bit_length() > MAX_INTEGER_BITS:
-            raise EnvironmentSetupError(
-                f"{source} yielded a task that JSON cannot hold: {where} is an integer of {value.bit_length()} bits; "
-                "use text"
-            )
-        return int(value)
-    if isinstance(value, float):
-        if math.isfinite(value):
-            return float(value)
-        raise EnvironmentSetupError(f"{source} yielded a task that JSON cannot hold: {where} is {value}")
-    if isinstance(value, list):
-        return [_plain(item, f"{where}[{place}]", source) for place, item in enumerate(value)]
-    if isinstance(value, dict):
-        for key in value:
-            if not isinstance(key, str):
-                raise EnvironmentSetupError(
-                    f"{source} yielded a task that JSON would change: {where} has the key {_show(key)}; use "
-                    "text"
-                )
-        return {str(key): _plain(item, f"{where}[{key!r}]", source) for key, item in value.items()}
-    raise EnvironmentSetupError(
-        f"{source} yielded a task that JSON cannot give back unchanged: {where} is {_show(value)}; tasks are "
-        "kept in checkpoints, so use text, numbers, booleans, None, lists and dicts"
-    )
-
-
-def _unwrap(value: object) -> object:
-    """The Python number or text in a NumPy scalar or another array of no dimensions; else `value` itself."""
-    if getattr(value, "shape", None) == () and callable(item := getattr(value, "item", None)):
-        return item()
-    return value
-
-
-def _show(value: object) -> str:
-    if value is None:
-        return "None"
-    text = " ".join(repr(value).split())
-    if len(text) > _SHOWN_CHARS:
-        text = text[: _SHOWN_CHARS - 1] + "…"
-    return f"{text} ({type(value).__name__})"

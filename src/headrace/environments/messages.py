@@ -1,8 +1,14 @@
 """What a worker process and its parent say to each other, pickled over one socket.
 
-The parent sends `Setup` once and then one request at a time. The worker answers the setup with `Ready` or
-`Failed`, and a request with any number of `Progress` and then `Done` or `Failed`. All of it is plain data, so
-that the parent never imports a user's module.
+The parent sends `Setup` once; the worker answers with `Ready` or `Failed`. Then
+
+* a worker that serves tasks or rewards gets one request at a time and answers it with any number of `Progress`
+  and then `Done` or `Failed`;
+* a worker that holds episodes gets `Reset`, `Act`, `Restore` and `Close` for any of them, one at a time for each.
+  It says `Began` whenever it calls a method of the user's, and answers the first three with `Answered` or `Refused`.
+  Each episode ends with exactly one `Closed`: after a `Close`, after a step that was the last one, and after `Refused`.
+
+All of it is plain data, so that the parent never imports a user's module.
 """
 
 from __future__ import annotations
@@ -10,15 +16,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.environments.base import Action, Step
+
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Build this environment; `seed` shuffles its tasks, and no request takes longer than `timeout_s`."""
+    """Build this environment; `seed` shuffles its tasks, and no request takes longer than `timeout_s`.
+
+    `holds_episodes`: this worker is for rewards or, if the environment turns out to be one of conversations, for
+    live episodes; else for tasks.
+    """
 
     name: str
     options: dict[str, Any]
     seed: int
     timeout_s: float
+    holds_episodes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +69,60 @@ Request = GetTask | TakeTestTasks | Reward
 
 
 @dataclass(frozen=True, slots=True)
+class Reset:
+    """Begin an episode in a new instance."""
+
+    episode: int
+    task: dict[str, Any]
+
+    def __str__(self) -> str:
+        return "reset(task)"
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """Answer the policy's next turn."""
+
+    episode: int
+    action: Action
+
+    def __str__(self) -> str:
+        return "step(action)"
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Put a new instance where a lost one was.
+
+    By its snapshot; without one, or without a method that takes it, by `reset` and a `step` for each action, which
+    must give the recorded `steps` again: the first is that of `reset`.
+    """
+
+    episode: int
+    task: dict[str, Any]
+    actions: list[Action]
+    steps: list[Step]
+    snapshot: Any
+
+    def __str__(self) -> str:
+        return "putting a lost episode back in its place"
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Give an episode up, whatever it is doing."""
+
+    episode: int
+
+
+EpisodeRequest = Reset | Act | Restore | Close
+
+
+@dataclass(frozen=True, slots=True)
 class Ready:
-    """The environment is built."""
+    """The environment is built; whether it has the conversation form."""
+
+    multi_turn: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,4 +144,36 @@ class Failed:
     error: str
 
 
-Reply = Ready | Progress | Done | Failed
+@dataclass(frozen=True, slots=True)
+class Began:
+    """A method of the episode's instance is being called."""
+
+    episode: int
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A request of an episode succeeded; `step` is None for `Restore`."""
+
+    episode: int
+    step: Step | None
+    snapshot: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request of an episode failed, and so has the episode; `error` is one line."""
+
+    episode: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The episode's instance is gone; `error` says how its `close` failed."""
+
+    episode: int
+    error: str | None
+
+
+Reply = Ready | Progress | Done | Failed | Began | Answered | Refused | Closed

@@ -1,120 +1,82 @@
-"""The processes in which an environment runs: one that serves tasks, and `workers` that serve rewards.
+"""Tasks, rewards and worlds of one environment, out of worker processes: one serves tasks, `workers` the rest.
 
 Invariants
-* User code runs in worker processes only, one request at a time in each, and each request has a deadline.
+* User code runs in worker processes only, and every call of it has a deadline.
 * A request that raises, takes too long or kills its worker fails alone: the worker is replaced and the
   others go on.
-* A submitted reward gets exactly one reply unless it is cancelled. A failure is never a reward.
+* What was asked gets exactly one reply unless it is dropped. A failure is never a reward.
 * `close` leaves no process behind; nor does the death of this process.
 
-One thread of this process owns the workers; what it shares with the callers is guarded by `_changed`.
+What the crew's thread shares with the callers is guarded by `_changed`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from multiprocessing.connection import wait as wait_readable
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any, Self
 
-from headrace.environments.messages import (
-    Done,
-    Failed,
-    GetTask,
-    Progress,
-    Ready,
-    Request,
-    Reward,
-    Setup,
-    TakeTestTasks,
-)
-from headrace.environments.process import WorkerProcess
+from headrace.environments.base import Action, Observation
+from headrace.environments.crew import Crew, Work
+from headrace.environments.jobs import Job, Jobs
+from headrace.environments.messages import GetTask, Reward, Setup, TakeTestTasks
+from headrace.environments.reply import WorldReply
+from headrace.environments.tasks import WantedTasks
+from headrace.environments.worlds import Worlds
 from headrace.errors import EnvironmentFailure, EnvironmentSetupError, RunError
 
 if TYPE_CHECKING:
     from headrace.config import EnvironmentConfig
 
-PREFETCH = 32
-"""Train tasks read ahead of the last one asked for."""
-
-SETUP_TIMEOUT_S = 300.0
-"""How long an environment's import and constructor may take."""
-
-MAX_FAILED_STARTS = 3
-"""Failed starts of one worker, in a row, that end the run."""
-
-_TICK_S = 0.5
-_CLOSE_TIMEOUT_S = 0.8
-
-
-@dataclass(frozen=True, slots=True)
-class RewardReply:
-    """The answer to one `submit`: a reward, or one line that says why there is none."""
-
-    key: Hashable
-    reward: float | None
-    error: str | None
-
-
-@dataclass(slots=True)
-class _Job:
-    """A request and whom to tell its outcome: `finish(value, error)`, one of which is None."""
-
-    request: Request
-    finish: Callable[[Any, str | None], None]
-
-
-@dataclass(slots=True)
-class _Slot:
-    """A place for one worker process; only the pool's thread touches it."""
-
-    name: str
-    process: WorkerProcess
-    deadline: float
-    ready: bool = False
-    job: _Job | None = None
-    failed_starts: int = 0
+_REPORTS_KEPT = 100
 
 
 class EnvironmentPool:
-    """Tasks and rewards of one environment, out of worker processes.
+    """Tasks of one environment, and the rewards or the worlds that answer to them.
+
+    An environment has one of two forms, which `multi_turn` tells once the pool has started. With `tasks` + `reward`,
+    `submit` asks for a reward. With the conversation form, `reset` begins an episode under a key of the caller's,
+    `step` asks it for its answer to an action, and so on until a reply is `done` or has an `error`, or until `drop`.
+    Replies come from `poll` and `wait`.
 
     Args:
-        config: the environment's name, options, number of reward workers and timeout.
+        config: the environment's name, options, number of workers and limits.
         seed: shuffles the train tasks.
         output: where what the user's code prints goes (a file or descriptor); standard error by default.
 
     Use it as a context manager, or call `start` and `close`, from one thread. Every method raises RunError
-    once a worker failed to start `MAX_FAILED_STARTS` times in a row.
+    once a worker failed to start three times in a row.
     """
 
     def __init__(self, config: EnvironmentConfig, seed: int, output: int | IO[Any] | None = None) -> None:
         self._config = config
-        self._setup = Setup(config.name, dict(config.options), seed, config.timeout_s)
-        self._output = output
         self._changed = threading.Condition()
-        self._wake_receiver, self._wake_sender = socket.socketpair()
-        self._wake_receiver.setblocking(False)
-        self._wake_sender.setblocking(False)
-        self._thread: threading.Thread | None = None
-        self._slots: list[_Slot] = []
+        self._multi_turn: bool | None = None
         self._closing = False
-        self._num_ready = 0
         self._fatal: Exception | None = None
-        # Rewards: a key is in `_submitted`, with its request and time, until its reply is handed out.
+        setup = Setup(config.name, dict(config.options), seed, config.timeout_s)
+        holder = Setup(config.name, dict(config.options), seed, config.timeout_s, holds_episodes=True)
+        self._worlds = Worlds(config, self._changed, self._answer, self._report)
+        self._crew = Crew(
+            [setup] + [holder] * config.workers,
+            self._make_work,
+            self._worlds.assign,
+            self._on_started,
+            self._on_error,
+            output,
+        )
+        # A key is in `_pending`, with the time it was asked, until its reply is handed out.
+        self._pending: dict[Hashable, float] = {}
+        self._replies: deque[WorldReply] = deque()
+        self._reports: deque[str] = deque(maxlen=_REPORTS_KEPT)
+        # Rewards: those that no worker has taken yet, and what each pending key is about.
         self._queue: deque[tuple[Hashable, Reward]] = deque()
-        self._submitted: dict[Hashable, tuple[Reward, float]] = {}
-        self._replies: deque[RewardReply] = deque()
-        # Tasks: outcomes are (value, error); the window is what train tasks to have ready.
-        self._outcomes: dict[Request, tuple[Any, str | None]] = {}
-        self._window = range(0)
-        self._wanted_test: TakeTestTasks | None = None
+        self._rewards: dict[Hashable, Reward] = {}
+        self._tasks = WantedTasks()
 
     # Life
 
@@ -124,26 +86,20 @@ class EnvironmentPool:
         Raises:
             EnvironmentSetupError: it cannot be built.
         """
-        assert self._thread is None, "a pool starts once"
-        self._thread = threading.Thread(target=self._run, name="environment pool", daemon=True)
-        self._thread.start()
+        self._crew.start()
         try:
             with self._changed:
-                self._wait_for(lambda: self._num_ready > self._config.workers)
+                self._wait_for(lambda: self._multi_turn is not None)
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
-        """Kill every worker, within a second. Idempotent."""
+        """Kill every worker, within a second. Live episodes are not closed first. Idempotent."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        self._wake()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_CLOSE_TIMEOUT_S)
-        for slot in self._slots:
-            slot.process.kill()
+        self._crew.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -154,10 +110,17 @@ class EnvironmentPool:
     ) -> None:
         self.close()
 
+    @property
+    def multi_turn(self) -> bool:
+        """Whether the environment has the conversation form. Known once the pool has started."""
+        if self._multi_turn is None:
+            raise RunError("the environment pool is not running")
+        return self._multi_turn
+
     # Tasks
 
     def check(self, sample_completion: str = "", test_tasks: int = 0) -> dict[str, Any]:
-        """The first train task, once it is known that it can be read and rewarded.
+        """The first train task, once it is known that it can be read and rewarded, or its episode begun and closed.
 
         Args:
             sample_completion: what to try `reward` on.
@@ -170,18 +133,37 @@ class EnvironmentPool:
         task, error = self._outcome(GetTask(0))
         if error is None and test_tasks:
             _, error = self._outcome(TakeTestTasks(test_tasks))
-        if error is None:
+        if error is None and self.multi_turn:
+            self.observe(task)
+        elif error is None:
             key = object()
             self.submit(key, task, sample_completion)
-            with self._changed:
-                self._wait_for(lambda: any(reply.key is key for reply in self._replies))
-                reply = next(reply for reply in self._replies if reply.key is key)
-                self._replies.remove(reply)
-                del self._submitted[key]
+            reply = self._take_reply(key)
             error = reply.error and f"{reply.error}, on the first task and completion {sample_completion!r}"
         if error is not None:
-            raise EnvironmentSetupError(f"environment {self._config.name}: {error}")
+            raise self._setup_error(error)
         return task
+
+    def observe(self, task: dict[str, Any]) -> Observation:
+        """What an episode of `task` begins with. Begins one, closes it, and waits for both. Conversation form only.
+
+        Raises:
+            EnvironmentSetupError: which method failed, and how.
+        """
+        key = object()
+        self.reset(key, task)
+        reply = self._take_reply(key)
+        if reply.error is not None:
+            raise self._setup_error(f"{reply.error}, on task {_shortened(task)}")
+        closed: list[str | None] = []
+        with self._changed:
+            self._worlds.drop(key, closed.append)
+            self._crew.wake()
+            self._wait_for(lambda: bool(closed))
+        if closed[0] is not None:
+            raise self._setup_error(f"{closed[0]}, after reset on task {_shortened(task)}")
+        assert reply.observation is not None
+        return reply.observation
 
     def train_task(self, index: int) -> dict[str, Any]:
         """The train task at place `index`; those that follow are read ahead.
@@ -197,27 +179,83 @@ class EnvironmentPool:
         tasks: list[dict[str, Any]] = self._value(TakeTestTasks(count)) if count > 0 else []
         return tasks
 
-    # Rewards
+    # Requests. Each gets one reply that carries `key`.
 
     def submit(self, key: Hashable, task: dict[str, Any], completion: str) -> None:
-        """Queue a reward; its reply will carry `key`, which must not be pending."""
+        """Ask for the reward of a completion. `key` must not be pending. `tasks` + `reward` form only."""
         with self._changed:
-            self._raise_if_over()
-            if key in self._submitted:
+            self._raise_if_over(multi_turn=False)
+            if key in self._pending:
                 raise ValueError(f"a reward for {key!r} is already pending")
             request = Reward(task, completion)
-            self._submitted[key] = (request, time.monotonic())
+            self._pending[key] = time.monotonic()
+            self._rewards[key] = request
             self._queue.append((key, request))
-        self._wake()
+        self._crew.wake()
 
-    def cancel(self, key: Hashable) -> None:
-        """Give up a reward: its reply is never handed out. One that runs already still has its deadline."""
+    def reset(self, key: Hashable, task: dict[str, Any]) -> None:
+        """Begin an episode of `task`; the reply has its first observation. `key` must not be live.
+
+        It may wait for a place: `environment.workers` times `environment.episodes_per_worker` are live at once.
+        """
+        self._ask(key, lambda: self._worlds.reset(key, task))
+
+    def step(self, key: Hashable, action: Action) -> None:
+        """Ask a live episode, of which nothing is asked, for its answer to an action.
+
+        If its worker was lost since its last reply and it could not be put back, the reply says so.
+
+        Raises:
+            ValueError: no episode is live under `key`, or it is still to answer.
+        """
+        self._ask(key, lambda: self._worlds.step(key, action))
+
+    def resume(
+        self,
+        key: Hashable,
+        task: dict[str, Any],
+        actions: list[Action],
+        replies: list[WorldReply],
+        snapshot: Any = None,
+    ) -> None:
+        """Make an episode live that another pool held, where it stood there.
+
+        A new instance gets back `snapshot`; if there is none, or its class has no `restore`, it is reset and told
+        `actions` again, and must give the observations and rewards of `replies` again.
+
+        If the last request was not answered, it is asked again and its reply will come. If nothing was asked, no reply
+        comes: the next request is the caller's `step`, whose reply says so if the episode could not be put back.
+
+        Args:
+            task: the episode's.
+            actions: every action that it was asked for, in order.
+            replies: the replies it gave: the first to `reset`, then one to each action. One for each action asked and
+                one more means that nothing is pending; as many as actions, that the last action is (or `reset`, where
+                both are empty). None of them is `done` or has an error.
+            snapshot: that of the last reply.
+
+        Raises:
+            ValueError: `key` is live, or the numbers of actions and replies do not fit.
+        """
+        asked = len(actions) == len(replies)
+        self._ask(key, lambda: self._worlds.resume(key, task, actions, replies, snapshot), asked)
+
+    def drop(self, key: Hashable) -> None:
+        """Give up a reward or an episode, if there is one: no reply of it is handed out any more.
+
+        A reward that is being computed still has its deadline; an episode's instance is closed.
+        """
         with self._changed:
-            self._submitted.pop(key, None)
+            self._pending.pop(key, None)
+            self._rewards.pop(key, None)
             self._queue = deque(item for item in self._queue if item[0] != key)
             self._replies = deque(reply for reply in self._replies if reply.key != key)
+            self._worlds.drop(key)
+        self._crew.wake()
 
-    def poll(self) -> list[RewardReply]:
+    # Replies
+
+    def poll(self) -> list[WorldReply]:
         """The replies that have come in since the last time; does not wait."""
         with self._changed:
             replies = self._hand_out()
@@ -225,47 +263,93 @@ class EnvironmentPool:
                 self._raise_if_over()
             return replies
 
-    def wait(self, timeout_s: float) -> list[RewardReply]:
+    def wait(self, timeout_s: float) -> list[WorldReply]:
         """The replies that have come in, after waiting for the first one.
 
         Empty after `timeout_s` seconds, or at once if none is pending.
         """
         with self._changed:
-            self._wait_for(lambda: bool(self._replies) or not self._submitted, timeout_s)
+            self._wait_for(lambda: bool(self._replies) or not self._pending, timeout_s)
             return self._hand_out()
 
     @property
     def pending(self) -> int:
-        """Rewards submitted whose replies were not handed out yet."""
+        """Requests whose replies were not handed out yet."""
         with self._changed:
-            return len(self._submitted)
+            return len(self._pending)
 
     @property
     def oldest_pending_s(self) -> float:
-        """Seconds since the oldest pending reward was submitted; 0 if there is none."""
+        """Seconds since the oldest pending request; 0 if there is none."""
         with self._changed:
-            return max((time.monotonic() - since for _, since in self._submitted.values()), default=0.0)
+            return max((time.monotonic() - since for since in self._pending.values()), default=0.0)
+
+    def take_reports(self) -> list[str]:
+        """Lines about what went wrong since the last time and cost no attempt: a `close` that raised, a lost worker.
+
+        At most the last 100.
+        """
+        with self._changed:
+            reports = list(self._reports)
+            self._reports.clear()
+            return reports
 
     # What callers share; `_changed` is held
 
-    def _hand_out(self) -> list[RewardReply]:
+    def _ask(self, key: Hashable, ask: Callable[[], None], pending: bool = True) -> None:
+        with self._changed:
+            self._raise_if_over(multi_turn=True)
+            if key in self._pending:
+                raise ValueError(f"episode {key!r} is still to answer")
+            # Before it is asked: an episode that has failed already answers at once.
+            self._pending[key] = time.monotonic()
+            try:
+                ask()
+            except BaseException:
+                del self._pending[key]
+                raise
+            if not pending:
+                del self._pending[key]
+        self._crew.wake()
+
+    def _answer(self, reply: WorldReply) -> None:
+        self._replies.append(reply)
+
+    def _report(self, text: str) -> None:
+        self._reports.append(text)
+
+    def _take_reply(self, key: object) -> WorldReply:
+        with self._changed:
+            self._wait_for(lambda: any(reply.key is key for reply in self._replies))
+            reply = next(reply for reply in self._replies if reply.key is key)
+            self._replies.remove(reply)
+            self._settle(reply)
+            return reply
+
+    def _hand_out(self) -> list[WorldReply]:
         replies = list(self._replies)
         self._replies.clear()
         for reply in replies:
-            del self._submitted[reply.key]
+            self._settle(reply)
         return replies
 
-    def _raise_if_over(self) -> None:
+    def _settle(self, reply: WorldReply) -> None:
+        del self._pending[reply.key]
+        self._rewards.pop(reply.key, None)
+
+    def _raise_if_over(self, multi_turn: bool | None = None) -> None:
         if self._fatal is not None:
             raise self._fatal
-        if self._closing or self._thread is None:
+        if self._closing or self._multi_turn is None:
             raise RunError("the environment pool is not running")
+        if multi_turn is not None and multi_turn != self._multi_turn:
+            form = "the conversation form" if self._multi_turn else "the tasks + reward form"
+            raise ValueError(f"environment {self._config.name} has {form}")
 
     def _wait_for(self, done: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Wait until `done()`. Without a timeout the deadlines of the workers' requests bound the wait."""
-        self._changed.wait_for(
-            lambda: done() or self._closing or self._fatal is not None or self._thread is None, timeout_s
-        )
+        timeout_s = None if timeout_s == math.inf else timeout_s
+        self._changed.wait_for(lambda: done() or self._closing or self._fatal is not None, timeout_s)
         if not done():
             self._raise_if_over()
 
@@ -278,191 +362,46 @@ class EnvironmentPool:
     def _outcome(self, request: GetTask | TakeTestTasks) -> tuple[Any, str | None]:
         with self._changed:
             self._raise_if_over()
-            if isinstance(request, GetTask):
-                self._window = range(request.index, request.index + 1 + PREFETCH)
-                self._outcomes = {
-                    known: outcome
-                    for known, outcome in self._outcomes.items()
-                    if not isinstance(known, GetTask) or known.index in self._window
-                }
-            else:
-                self._wanted_test = request
-            self._wake()
-            self._wait_for(lambda: request in self._outcomes)
-            value, error = self._outcomes[request]
-            if error is not None or isinstance(request, TakeTestTasks):
-                del self._outcomes[request]
-            if error is not None:
-                self._window = range(0)  # do not run into the same failure unasked
-            return value, error
+            self._tasks.want(request)
+            self._crew.wake()
+            self._wait_for(lambda: self._tasks.has(request))
+            return self._tasks.take(request)
 
-    def _wake(self) -> None:
-        # A full buffer means that the thread is about to wake anyway; a closed one, that it is gone.
-        with contextlib.suppress(BlockingIOError, OSError):
-            self._wake_sender.send(b"x")
+    def _setup_error(self, error: str) -> EnvironmentSetupError:
+        return EnvironmentSetupError(f"environment {self._config.name}: {error}")
 
-    # The thread that owns the workers
+    # What the crew's thread calls
 
-    def _run(self) -> None:
-        try:
-            for number in range(1 + self._config.workers):
-                name = f"reward worker {number}" if number else "task worker"
-                self._slots.append(_Slot(name, self._spawn(), time.monotonic() + SETUP_TIMEOUT_S))
-            while True:
-                with self._changed:
-                    if self._closing or self._fatal is not None:
-                        return
-                for slot in self._slots:
-                    self._dispatch(slot)
-                self._wait_and_receive()
-                now = time.monotonic()
-                for slot in self._slots:
-                    self._check(slot, now)
-        except Exception as error:  # callers wait for this thread: whatever ends it must reach them
-            self._end(RunError(f"the environment pool failed: {type(error).__name__}: {error}"))
-        finally:
-            for slot in self._slots:
-                slot.process.kill()
-            self._wake_receiver.close()
-            self._wake_sender.close()
+    def _make_work(self, index: int, multi_turn: bool) -> Work:
+        if index == 0:
+            return Jobs(self._tasks.next_job, self._config.timeout_s, self._changed)
+        if multi_turn:
+            return self._worlds.add_worker()
+        return Jobs(self._next_reward_job, self._config.timeout_s, self._changed)
 
-    def _spawn(self) -> WorkerProcess:
-        return WorkerProcess(self._setup, self._output)
-
-    def _dispatch(self, slot: _Slot) -> None:
-        if not slot.ready or slot.job is not None:
-            return
-        if slot.process.exited:  # before a request is spent on it
-            self._lost(slot)
-            return
-        slot.job = self._next_task_job() if slot is self._slots[0] else self._next_reward_job()
-        if slot.job is not None:
-            slot.deadline = time.monotonic() + self._config.timeout_s
-            try:
-                slot.process.connection.send(slot.job.request)
-            except OSError:
-                self._lost(slot)
-
-    def _next_reward_job(self) -> _Job | None:
+    def _on_started(self, multi_turn: bool) -> None:
         with self._changed:
-            if not self._queue:
-                return None
-            key, request = self._queue.popleft()
-
-        def finish(value: Any, error: str | None) -> None:
-            submitted = self._submitted.get(key)
-            if submitted is not None and submitted[0] is request:  # else it was cancelled meanwhile
-                self._replies.append(RewardReply(key, value, error))
-
-        return _Job(request, finish)
-
-    def _next_task_job(self) -> _Job | None:
-        with self._changed:
-            request: GetTask | TakeTestTasks | None = self._wanted_test
-            self._wanted_test = None
-            for index in self._window if request is None else ():
-                value, error = self._outcomes.get(GetTask(index), (None, None))
-                if value is None:
-                    # Behind a failed task lies nothing to read ahead.
-                    request = GetTask(index) if error is None else None
-                    break
-        if request is None:
-            return None
-        wanted = request
-
-        def finish(value: Any, error: str | None) -> None:
-            if isinstance(wanted, TakeTestTasks) or wanted.index in self._window:
-                self._outcomes[wanted] = (value, error)
-
-        return _Job(wanted, finish)
-
-    def _wait_and_receive(self) -> None:
-        deadlines = [slot.deadline for slot in self._slots if slot.job is not None or not slot.ready]
-        timeout = min([_TICK_S, *(deadline - time.monotonic() for deadline in deadlines)])
-        connections = {slot.process.connection: slot for slot in self._slots}
-        ready = wait_readable([self._wake_receiver, *connections], max(0.0, timeout))
-        with contextlib.suppress(BlockingIOError):
-            self._wake_receiver.recv(4096)
-        for connection, slot in connections.items():
-            if connection in ready:
-                self._receive(slot)
-
-    def _receive(self, slot: _Slot) -> None:
-        try:
-            message = slot.process.connection.recv()
-        except (EOFError, OSError):
-            self._lost(slot)
-            return
-        match message:
-            case Ready():
-                slot.ready = True
-                slot.failed_starts = 0
-                with self._changed:
-                    self._num_ready += 1
-                    self._changed.notify_all()
-            case Progress():
-                slot.deadline = time.monotonic() + self._config.timeout_s
-            case Done(value):
-                self._finish(slot, value, None)
-            case Failed(error) if slot.ready:
-                self._finish(slot, None, error)
-            case Failed(error):
-                self._failed_start(slot, error)
-
-    def _check(self, slot: _Slot, now: float) -> None:
-        """Replace a worker that died without a word or passed its deadline."""
-        if slot.process.connection.poll():
-            return  # it has just spoken
-        if slot.process.exited:
-            self._lost(slot)
-        elif now >= slot.deadline and slot.job is not None:
-            limit = f"{self._config.timeout_s:g} s (environment.timeout_s)"
-            error = f"{slot.job.request} gave nothing within {limit}; its worker was killed"
-            self._finish(slot, None, error)
-            self._replace(slot)
-        elif now >= slot.deadline and not slot.ready:
-            self._failed_start(slot, f"building the environment took longer than {SETUP_TIMEOUT_S:g} s")
-
-    def _lost(self, slot: _Slot) -> None:
-        """The worker died, in the middle of something or not."""
-        how = slot.process.describe_exit()
-        if slot.job is not None:
-            self._finish(slot, None, f"{slot.job.request} ended its worker, which {how}")
-            self._replace(slot)
-        else:
-            doing = "idle" if slot.ready else "building the environment"
-            self._failed_start(slot, f"the worker {how} while {doing}")
-
-    def _finish(self, slot: _Slot, value: Any, error: str | None) -> None:
-        job, slot.job = slot.job, None
-        assert job is not None
-        slot.failed_starts = 0
-        with self._changed:
-            job.finish(value, error)
+            self._multi_turn = multi_turn
             self._changed.notify_all()
 
-    def _failed_start(self, slot: _Slot, error: str) -> None:
-        slot.failed_starts += 1
-        started = self._num_ready >= len(self._slots)
-        if not started:
-            if (self._config.name.rpartition(":")[0] or self._config.name) not in error:
-                error = f"environment {self._config.name}: {error}"
-            self._end(EnvironmentSetupError(error))
-        elif slot.failed_starts >= MAX_FAILED_STARTS:
-            times = f"{slot.failed_starts} times in a row"
-            self._end(
-                RunError(f"environment {self._config.name}: the {slot.name} failed to start {times}; {error}")
-            )
-        else:
-            self._replace(slot)
-
-    def _replace(self, slot: _Slot) -> None:
-        slot.process.kill()
-        slot.process = self._spawn()
-        slot.ready = False
-        slot.deadline = time.monotonic() + SETUP_TIMEOUT_S
-
-    def _end(self, error: Exception) -> None:
+    def _on_error(self, error: Exception) -> None:
         with self._changed:
             self._fatal = self._fatal or error
             self._changed.notify_all()
+
+    def _next_reward_job(self) -> Job | None:
+        if not self._queue:
+            return None
+        key, request = self._queue.popleft()
+
+        def finish(value: Any, error: str | None) -> None:
+            if self._rewards.get(key) is request:  # else it was dropped meanwhile
+                seconds = time.monotonic() - self._pending[key]
+                self._answer(WorldReply(key, value, error, seconds=seconds))
+
+        return Job(request, finish)
+
+
+def _shortened(task: dict[str, Any]) -> str:
+    text = repr(task)
+    return text if len(text) <= 80 else f"{text[:79]}…"

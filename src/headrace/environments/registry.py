@@ -9,14 +9,15 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from copy import deepcopy
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from headrace.environments.arithmetic import Arithmetic
-from headrace.environments.base import Environment
+from headrace.environments.base import ConversationEnvironment, Environment, is_conversation
 from headrace.environments.options import describe_exception, reject_unknown, suggest
 from headrace.errors import EnvironmentSetupError
 
@@ -24,8 +25,17 @@ BUILT_IN: dict[str, type[Environment]] = {"arithmetic": Arithmetic}
 _REASONING_GYM = "reasoning_gym"
 
 
-def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Environment:
-    """Build the environment that `name` names.
+def load_environment(
+    name: str, options: Mapping[str, Any] | None = None
+) -> Environment | ConversationEnvironment:
+    """Build the environment that `name` names. Arguments and errors are those of `environment_builder`."""
+    return environment_builder(name, options)()
+
+
+def environment_builder(
+    name: str, options: Mapping[str, Any] | None = None
+) -> Callable[[], Environment | ConversationEnvironment]:
+    """What builds the environment that `name` names, a new instance at each call.
 
     Args:
         name: a built-in (`arithmetic`), `reasoning_gym:SET`, or `path/to/file.py:Class`. The file's folder is
@@ -33,20 +43,21 @@ def load_environment(name: str, options: Mapping[str, Any] | None = None) -> Env
         options: keyword arguments of its constructor.
 
     Raises:
-        EnvironmentSetupError: it does not exist, does not know an option, or its constructor raised.
+        EnvironmentSetupError: it does not exist, does not know an option, or (when it is called) its constructor
+            raised or gave no environment.
     """
     options = dict(options or {})
     if name in BUILT_IN:
-        return _construct(BUILT_IN[name], name, options, folder=None)
+        return _builder(BUILT_IN[name], name, options, folder=None)
     prefix, separator, rest = name.partition(":")
     if prefix == _REASONING_GYM and separator:
         from headrace.environments.reasoning_gym import ReasoningGym
 
-        return ReasoningGym(rest, options)
+        return lambda: ReasoningGym(rest, options)
     file, separator, class_name = name.rpartition(":")
     if separator and file.endswith(".py"):
         path = Path(file).expanduser().resolve()
-        return _construct(_find_class(path, class_name), name, options, folder=path.parent)
+        return _builder(_find_class(path, class_name), name, options, folder=path.parent)
     if name.endswith(".py"):
         hint = _classes_hint(_import_file(Path(name).expanduser().resolve()))
         raise EnvironmentSetupError(f"environment.name = {name!r}: name the class too: {name}:CLASS{hint}")
@@ -114,7 +125,9 @@ def _classes_hint(module: ModuleType) -> str:
     return f" (its classes: {', '.join(_classes(module)) or 'none'})"
 
 
-def _construct(constructor: Any, name: str, options: dict[str, Any], folder: Path | None) -> Environment:
+def _builder(
+    constructor: Any, name: str, options: dict[str, Any], folder: Path | None
+) -> Callable[[], Environment | ConversationEnvironment]:
     parameters = inspect.signature(constructor).parameters.values()
     named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     if not any(p.kind is p.VAR_KEYWORD for p in parameters):
@@ -124,8 +137,14 @@ def _construct(constructor: Any, name: str, options: dict[str, Any], folder: Pat
             raise EnvironmentSetupError(
                 f"{name} needs the option {parameter.name!r}: set environment.options.{parameter.name}"
             )
+    return lambda: _construct(constructor, name, options, folder)
+
+
+def _construct(
+    constructor: Any, name: str, options: dict[str, Any], folder: Path | None
+) -> Environment | ConversationEnvironment:
     try:
-        environment: Environment = constructor(**options)
+        environment: Environment | ConversationEnvironment = constructor(**deepcopy(options))
     except EnvironmentSetupError:
         raise
     except (Exception, SystemExit) as error:
@@ -133,9 +152,24 @@ def _construct(constructor: Any, name: str, options: dict[str, Any], folder: Pat
         raise EnvironmentSetupError(
             f"the constructor of {name} raised with options ({shown}): {describe_exception(error, folder)}"
         ) from None
-    for method in ("tasks", "reward"):
-        if not callable(getattr(environment, method, None)):
-            raise EnvironmentSetupError(
-                f"{name} has no method {method!r}; an environment has tasks and reward"
-            )
+    _check_form(environment, name)
     return environment
+
+
+def _check_form(environment: object, name: str) -> None:
+    """Refuse what has neither form in full."""
+    has = {
+        method: callable(getattr(environment, method, None))
+        for method in ("tasks", "reward", "reset", "step", "snapshot", "restore")
+    }
+    conversation = is_conversation(environment)
+    if not conversation and not (has["tasks"] and has["reward"]):
+        wanted = ("tasks", "reset", "step") if has["reset"] or has["step"] else ("tasks", "reward")
+        missing = next(method for method in wanted if not has[method])
+        raise EnvironmentSetupError(
+            f"{name} has no method {missing!r}; an environment has tasks and reward or, to talk over several turns, "
+            "tasks, reset and step"
+        )
+    if conversation and has["snapshot"] != has["restore"]:
+        present, missing = ("snapshot", "restore") if has["snapshot"] else ("restore", "snapshot")
+        raise EnvironmentSetupError(f"{name} has {present} but no {missing}; it needs both, or neither")

@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import AsyncIterable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from headrace.environments.base import Caller, Environment, validate_task
+from headrace.environments.base import Caller, ConversationEnvironment, Environment, is_conversation
 from headrace.environments.permutation import permute
+from headrace.environments.validation import validate_task
 from headrace.errors import EnvironmentSetupError
 
 READ_AHEAD = 10_000
@@ -37,7 +38,7 @@ class TaskStream:
 
     def __init__(
         self,
-        environment: Environment,
+        environment: Environment | ConversationEnvironment,
         split: str,
         seed: int,
         caller: Caller | None = None,
@@ -49,6 +50,7 @@ class TaskStream:
         self._caller = caller or Caller()
         self._on_read = on_read
         self._source = f"tasks({split!r})"
+        self._with_prompt = not is_conversation(environment)
         self._items: Sequence[Any] | None = None
         self._first_epoch_in_order = split != "train"
         self._forget()
@@ -65,7 +67,7 @@ class TaskStream:
             EnvironmentSetupError: the split is empty, is no iterable, differs between two readings, or the
                 task is not valid. What the environment itself raises passes through.
         """
-        return validate_task(self._raw(index), self._source)
+        return self._validate(self._raw(index))
 
     def take(self, count: int) -> list[dict[str, Any]]:
         """The first `count` tasks, or all of one epoch where it has fewer. Raises as `get` does."""
@@ -74,8 +76,11 @@ class TaskStream:
             task = self._raw(len(tasks))
             if self._items is not None and len(tasks) >= len(self._items):
                 break
-            tasks.append(validate_task(task, self._source))
+            tasks.append(self._validate(task))
         return tasks
+
+    def _validate(self, task: object) -> dict[str, Any]:
+        return validate_task(task, self._source, with_prompt=self._with_prompt)
 
     def _raw(self, index: int) -> Any:
         if self._items is None:

@@ -1,8 +1,8 @@
 """The process in which user code runs: `python -m headrace.environments.worker FD`.
 
 Invariants
-* It serves one request at a time over the socket FD, and nothing the user prints gets onto that socket:
-  standard output goes to standard error.
+* It serves tasks or rewards one at a time over the socket FD, or many live episodes; and nothing the user prints
+  gets onto that socket: standard output goes to standard error.
 * It ends, with everything it started in its process group, as soon as the parent dies or closes its end of
   the socket. If user code holds the interpreter just then, it ends when its request's time is over.
 * Ctrl-C belongs to the parent.
@@ -22,9 +22,9 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
-from headrace.environments.base import Caller, Environment, validate_reward
+from headrace.environments.base import Caller, ConversationEnvironment, Environment, is_conversation
 from headrace.environments.messages import (
     Done,
     Failed,
@@ -37,8 +37,9 @@ from headrace.environments.messages import (
     Setup,
 )
 from headrace.environments.options import describe_exception
-from headrace.environments.registry import environment_folder, load_environment
+from headrace.environments.registry import environment_builder, environment_folder
 from headrace.environments.task_stream import TaskStream
+from headrace.environments.validation import validate_reward
 from headrace.errors import EnvironmentSetupError
 
 PROGRESS_EVERY_S = 0.05
@@ -49,10 +50,15 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Server:
-    """Answers requests with one environment."""
+    """Answers requests for tasks and rewards with one environment."""
 
-    def __init__(self, environment: Environment, setup: Setup, send: Callable[[Reply], None]) -> None:
-        self._environment = environment
+    def __init__(
+        self,
+        environment: Environment | ConversationEnvironment,
+        setup: Setup,
+        send: Callable[[Reply], None],
+    ) -> None:
+        self._environment: Any = environment
         self._folder = environment_folder(setup.name)
         self._timeout_s = setup.timeout_s
         self._send = send
@@ -73,7 +79,6 @@ class Server:
             BaseException
         ) as error:  # nothing that user code raises may end the worker, SystemExit included
             return Failed(f"{request} raised {describe_exception(error, self._folder)}")
-
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -104,26 +109,77 @@ def main(fd: int) -> None:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     connection = Connection(fd)
-    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    inbox = Inbox()
     threading.Thread(target=_receive, args=(connection, inbox), name="parent", daemon=True).start()
 
     setup: Setup = inbox.get()
     random.seed(setup.seed)
     try:
-        environment = load_environment(setup.name, setup.options)
+        build = environment_builder(setup.name, setup.options)
+        environment = build()
     except EnvironmentSetupError as error:
         connection.send(Failed(str(error)))
+        return
     except BaseException as error:
         folder = environment_folder(setup.name)
         connection.send(Failed(f"building {setup.name} raised {describe_exception(error, folder)}"))
-    else:
-        server = Server(environment, setup, connection.send)
-        connection.send(Ready())
-        while True:
-            connection.send(server.answer(inbox.get()))
+        return
+    multi_turn = is_conversation(environment)
+    connection.send(Ready(multi_turn))
+    if multi_turn and setup.holds_episodes:
+        built = [environment]
+        _hold_episodes(lambda: built.pop() if built else build(), setup, connection, inbox)
+    server = Server(environment, setup, connection.send)
+    while True:
+        connection.send(server.answer(inbox.get()))
 
 
-def _receive(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+def _hold_episodes(build: Callable[[], Any], setup: Setup, connection: Connection, inbox: Inbox) -> NoReturn:
+    import asyncio  # not at the top: it would slow the start of workers that need no loop
+
+    from headrace.environments.world_server import WorldServer
+
+    def watch(calling: bool) -> None:
+        if calling:
+            _self_destruct_in(setup.timeout_s)
+        else:
+            faulthandler.cancel_dump_traceback_later()
+
+    async def serve() -> NoReturn:
+        folder = environment_folder(setup.name)
+        server = WorldServer(build, folder, setup.timeout_s, connection.send, watch)
+        loop = asyncio.get_running_loop()
+        inbox.deliver_to(lambda item: loop.call_soon_threadsafe(server.take, item))
+        await asyncio.Future()  # the end of the connection ends the process
+        raise AssertionError
+
+    asyncio.run(serve())
+    raise AssertionError
+
+
+class Inbox:
+    """What the parent has sent, in order: taken with `get`, or handed to a function from some point on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._put: Callable[[Any], object] = self._items.put
+
+    def put(self, item: Any) -> None:
+        with self._lock:
+            self._put(item)
+
+    def get(self) -> Any:
+        return self._items.get()
+
+    def deliver_to(self, function: Callable[[Any], object]) -> None:
+        with self._lock:
+            while not self._items.empty():
+                function(self._items.get())
+            self._put = function
+
+
+def _receive(connection: Connection, inbox: Inbox) -> None:
     """Hand on what the parent sends, until its end."""
     try:
         while True:

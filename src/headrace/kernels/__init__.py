@@ -1,7 +1,7 @@
 """Native CPU kernels: what a step of generation spends its time in, in C++ that is compiled where it runs."""
 
 from headrace.kernels.library import available, suits, unavailable_reason
-from headrace.kernels.linear import PackedWeight, input_smoothing
+from headrace.kernels.linear import Linear, PackedWeight, input_smoothing
 from headrace.kernels.llama import Cluster, LlamaKernel, LlamaLayer
 from headrace.kernels.memory import HugePages
 from headrace.kernels.sampler import draw
@@ -18,6 +18,7 @@ from headrace.kernels.training import (
 __all__ = [
     "Cluster",
     "HugePages",
+    "Linear",
     "LlamaKernel",
     "LlamaLayer",
     "PackedLayout",

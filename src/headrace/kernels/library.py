@@ -46,6 +46,7 @@ _PROCEDURES = (
     *("packed_attention", "packed_attention_backward"),
     *("weight_gradient", "log_sum_exp", "scaled_softmax"),
     *("rms_norm", "rms_norm_backward", "swiglu", "swiglu_backward"),
+    *("stripe_sums", "load_blocks", "store_blocks"),
 )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,21 @@ from headrace.kernels.memory import HugePages
 
 _SMALLEST = 1e-5
 """Peaks below this count as this: a channel that never speaks needs no smoothing."""
+
+
+class Linear(NamedTuple):
+    """What packing takes of an `nn.Linear`: weight [out, in], bias [out] or None."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
 
 
 class LinearStruct(ctypes.Structure):
@@ -45,7 +61,7 @@ class PackedWeight:
 
     def __init__(
         self,
-        linears: Sequence[nn.Linear],
+        linears: Sequence[nn.Linear | Linear],
         input_peaks: Tensor | None = None,
         memory: HugePages | None = None,
     ) -> None:

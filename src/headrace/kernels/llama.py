@@ -108,18 +108,24 @@ class LlamaKernel:
         epsilon: float,
     ) -> None:
         self.layers, self.head = list(layers), head
-        self.embedding, self.norm = embedding.detach(), norm.detach()
+        self.embedding, self.norm = embedding, norm
         self.heads, self.kv_heads, self.dim, self.epsilon = heads, kv_heads, dim, epsilon
         self._model: _Model | None = None
         self._bound: tuple[list[Tensor], list[Tensor]] | None = None
-        self._scratch = torch.empty(0)
+        self.scratch = torch.empty(0)
+        """Memory that a call works in, grown when it is needed. A kernel that takes another's place may take it too."""
+
+    @property
+    def weights(self) -> list[PackedWeight]:
+        """Every packed weight, in the order of the layers; the head is the last."""
+        return [w for layer in self.layers for w in (layer.qkv, layer.out, layer.gate_up, layer.down)] + [
+            self.head
+        ]
 
     def repack(self) -> None:
         """Take the parameters as they are now."""
-        for layer in self.layers:
-            for weight in (layer.qkv, layer.out, layer.gate_up, layer.down):
-                weight.repack()
-        self.head.repack()
+        for weight in self.weights:
+            weight.repack()
         self._model = None
 
     def __call__(
@@ -151,8 +157,8 @@ class LlamaKernel:
         rows, count = len(tokens), len(outputs)
         logits = torch.empty(count, self.head.outputs)
         needed = library().headrace_scratch(ctypes.byref(model), ctypes.c_int64(rows), ctypes.c_int64(count))
-        if len(self._scratch) < needed:
-            self._scratch = torch.empty(needed)
+        if len(self.scratch) < needed:
+            self.scratch = torch.empty(needed)
         cluster_array = (_Cluster * len(clusters))(*(_Cluster(*cluster) for cluster in clusters))
         arrays = (
             (ctypes.c_int64 * rows)(*tokens),
@@ -170,7 +176,7 @@ class LlamaKernel:
             address(sine),
             ctypes.addressof(output_rows),
             address(logits),
-            address(self._scratch),
+            address(self.scratch),
             torch.get_num_threads(),
         )
         library().headrace_forward(ctypes.byref(model), ctypes.byref(batch))
@@ -193,8 +199,8 @@ class LlamaKernel:
             self.layers[0].down.inputs,
             self.epsilon,
             _KV_TYPES[keys[0].dtype],
-            address(self.embedding),
-            address(self.norm),
+            address(self.embedding.detach()),
+            address(self.norm.detach()),
             ctypes.addressof(self._array),
             self.head.struct(),
         )

@@ -86,12 +86,13 @@ class Agreement:
         """Score tokens that the current weights sampled and no gradient was taken of, about `wanted` of them."""
         compared = cell.trainer.taken()
         chosen: list[Trajectory] = []
-        for trajectory in (t for group in episodes.groups.values() for t in group.samples if t is not None):
+        held = (t for group in episodes.groups.values() for t in group.samples if t is not None)
+        for row in (row for trajectory in held for row in trajectory.rows):
             if wanted <= 0:
                 break
-            current = trajectory.versions.count(cell.version)
-            if current and trajectory.id not in compared and not trajectory.mixed_kv:
-                chosen.append(trajectory)
+            current = row.versions.count(cell.version)
+            if current and row.id not in compared and not row.mixed_kv:
+                chosen.append(row)
                 wanted -= current
         for trajectory, scored in zip(chosen, cell.rescore(chosen), strict=True):
             behaviour, versions = _sampled(trajectory)

@@ -5,7 +5,7 @@ generator's packed copies up to date between two engine steps.
 
 Invariants
 * One unit runs at a time, so no forward ever sees half-changed weights.
-* `version` and `weights_id` change together, in `optimizer_step`, and the generator follows before it returns.
+* `version` and `weights_id` change together, and the generator follows at `publish`, before it draws again.
 * Every unit's wall time is booked under its name.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -60,8 +60,8 @@ class Cell:
         if share.observe(now, cpu_seconds_of_others()) != before:
             torch.set_num_threads(share.threads)
 
-    def decode(self) -> list[TokenEvent]:
-        """A Decode unit: a few engine steps."""
+    def decode(self, on_drawn: Callable[[int], None] = lambda drawn: None) -> list[TokenEvent]:
+        """A Decode unit: a few engine steps. `on_drawn` is told after each how many tokens the unit has drawn."""
         events: list[TokenEvent] = []
         with self.booked(Unit.DECODE):
             for _ in range(self.decode_steps):
@@ -69,6 +69,7 @@ class Cell:
                     break
                 started = time.perf_counter()
                 events.extend(self.engine.step())
+                on_drawn(len(events))
                 if self.engine.last_prefilled == 0:
                     self.decode_cost.add(self.engine.last_decoded, time.perf_counter() - started)
         return events
@@ -87,14 +88,20 @@ class Cell:
         """An OptimizerStep unit: new weights, a new version, published."""
         with self.booked(Unit.OPTIMIZER_STEP):
             result = self.trainer.step()
-        self.publish(self.version + 1, mint() if result.updated else self.weights_id)
+        self.take_step(result)
+        self.publish()
         return result
 
-    def publish(self, version: int, weights_id: str) -> None:
+    def take_step(self, result: StepResult, weights_id: str | None = None) -> None:
+        """Count a step that the trainer has made. Its weights are `weights_id`, or new to the world."""
+        self.version += 1
+        if result.updated:
+            self.weights_id = weights_id or mint()
+
+    def publish(self) -> None:
         """Make the trainer's weights the generator's."""
         with self.booked(PUBLISH):
-            self.engine.update_weights(version, weights_id)
-        self.version, self.weights_id = version, weights_id
+            self.engine.update_weights(self.version, self.weights_id)
 
     def take_seconds(self) -> dict[str, float]:
         """The time booked since the last call, per unit."""

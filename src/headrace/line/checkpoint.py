@@ -2,7 +2,8 @@
 
 Invariants
 * Everything that decides what the line does next is saved: a resume goes on with the same tasks, counters and
-  trajectories, under the same bound. Gradients are not: those of committed groups are taken again.
+  trajectories, under the same bound. Gradients are not: those of the step under way are taken again.
+* What came after the checkpoint is in the journal, up to the unit of work that was interrupted.
 * Settings that the saved trajectories were made under stay as they were.
 """
 
@@ -10,13 +11,49 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from headrace.config import Config
 from headrace.errors import UserError
+from headrace.line.recovery import Recovery, refuse_changed
 from headrace.schedule import Admission, Bucket, Ledger
+from headrace.state.journal import Event, Journal, JournalDamaged
 from headrace.trainer import load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
     from headrace.line.production import Production
+
+
+def open_journal(line: Production) -> Journal:
+    """The run's journal. Of a damaged one what stands before the damage is kept, and the rest set aside."""
+    path = line.folder.journal_path
+    try:
+        return Journal.open(path)
+    except JournalDamaged as error:
+        salvaged = Journal.salvage(path)
+        kept = 0 if salvaged is None else salvaged.last_seq
+        line.observer.on_message(
+            f"the journal is damaged ({error}): its first {kept} events are kept, what followed is lost"
+            + ("" if salvaged is None else f"; the damaged file is now {salvaged.kept_as.name}")
+        )
+        return Journal.open(path)
+
+
+def begin(line: Production, resumed: bool) -> None:
+    """Note in the journal with which settings and weights the line starts."""
+    line.journal.record(
+        "start",
+        {
+            "config": line.config.to_dict(),
+            "version": line.cell.version,
+            "weights_id": line.cell.weights_id,
+            "digest": line.cell.trainer.digest(),
+            "resumed": resumed,
+            "multi_turn": line.episodes.multi_turn,
+            "threads": torch.get_num_threads(),
+        },
+    )
+    line.journal.commit()
 
 
 def save(line: Production) -> None:
@@ -25,41 +62,76 @@ def save(line: Production) -> None:
     Raises:
         CheckpointError: the disk refused; the checkpoints before it are intact.
     """
+    line.journal.record("checkpoint", {"step": line.admission.version})
+    line.journal.commit()
     path = line.folder.checkpoint_path(line.admission.version)
     save_checkpoint(path, line.model.module, line.model.path, line.cell.trainer.state_dict(), _state(line))
     line.folder.prune(line.config.line.keep_checkpoints)
 
 
-def restore(line: Production) -> int | None:
-    """Go on from the last checkpoint, or from step 0 when there is none. Returns its step.
+def restore(line: Production) -> None:
+    """Go on from the last checkpoint, or from step 0 when there is none, and from what the journal holds after it.
 
     Raises:
-        UserError: the settings are not those of the checkpoint.
+        UserError: the settings are not those that the run was saved under.
     """
     step = line.folder.latest_checkpoint()
-    if step is None:
-        line.folder.rewind(0)
-    else:
+    line.folder.rewind(step or 0)
+    recovery = Recovery(line)
+    seq = 0
+    if step is not None:
         state = load_checkpoint(line.folder.checkpoint_path(step), line.model.module, line.cell.trainer)
-        _check_settings(state, line.config)
-        line.cell.publish(state["version"], state["weights_id"])
-        line.folder.rewind(step)
+        refuse_changed(state["settings"], line.config)
+        _check_steps(state, line.config)
+        line.cell.version, line.cell.weights_id = state["version"], state["weights_id"]
         _load_state(line, state)
+        # Gradients are not part of a checkpoint: those of the step under way are taken again, as they were.
+        recovery.apply(Event(0, 0.0, "gradient", unit) for unit in state["units"])
+        seq = state["journal_seq"]
+    whole = seq <= line.journal.last_seq
+    if whole:
+        recovery.apply(line.journal.read(seq))
     lost = max(0, line.folder.noted_generated() - line.ledger.generated)
-    line.ledger.generate(lost)
-    line.ledger.settle(Bucket.LOST, lost)
+    if lost:
+        line.journal.record("lost", {"tokens": lost})
+        line.ledger.generate(lost)
+        line.ledger.settle(Bucket.LOST, lost)
+    line.cell.publish()
+    line.episodes.take_up()
+    _report(line, step, recovery, lost)
+    changed = [number for number, recorded, now in recovery.steps if recorded != now]
+    if changed or not whole:
+        _rebase(line, changed, whole)
+
+
+def _report(line: Production, step: int | None, recovery: Recovery, lost: int) -> None:
+    steps = len(recovery.steps)
     line.observer.on_message(
-        f"resuming {line.folder.path} at step {step or 0}"
-        + (f"; {lost} tokens generated after it are lost" if lost else "")
+        f"resuming {line.folder.path} at step {line.admission.version}"
+        + (f", {steps} of its steps taken again since the checkpoint of step {step or 0}" if steps else "")
+        + (f"; {recovery.tokens} tokens come from the journal" if recovery.tokens else "")
+        + (f"; {lost} tokens of the unit that was interrupted are lost" if lost else "")
     )
-    return step
+
+
+def _rebase(line: Production, changed: list[int], whole: bool) -> None:
+    """Write a checkpoint at once, since the journal no longer leads from the last one to here."""
+    line.observer.on_message(
+        f"from step {changed[0]} on the weights are other bits than before (other settings, threads or libraries)"
+        if changed
+        else "the journal ends before the checkpoint: the run goes on from the checkpoint"
+    )
+    body = {"step": line.admission.version, "digest": line.cell.trainer.digest(), "whole": whole}
+    line.journal.record("base", body)
+    save(line)
 
 
 def _state(line: Production) -> dict[str, Any]:
     return {
         "version": line.admission.version,
-        "group_size": line.config.algorithm.group_size,
-        "weight_format": line.config.engine.weight_format,
+        "journal_seq": line.journal.last_seq,
+        "settings": line.config.to_dict(),
+        "units": line.units,
         "weights_id": line.cell.weights_id,
         "admission": line.admission.state_dict(),
         "ledger": line.ledger.to_dict(),
@@ -82,28 +154,16 @@ def _load_state(line: Production, state: dict[str, Any]) -> None:
     line.intake.next_group, line.intake.next_task = state["next_group"], state["next_task"]
     line.intake.skipped, line.replaced = state["skipped"], state["replaced"]
     line.failed_groups, line.failed_in_a_row = state["failed_groups"], state["failed_in_a_row"]
-    line.episodes.load_state(state["episodes"], line.admission.outstanding)
+    line.episodes.load_state(state["episodes"])
     line.pending = list(line.admission.committed)
     line.open_account(state["ledger_before"], state["step_elapsed_s"])
     line.cell.seconds.update(state["step_seconds"])
     line.metrics.extend(line.folder.metrics())
 
 
-def _check_settings(saved: dict[str, Any], config: Config) -> None:
-    """Refuse settings that the restored state contradicts. More steps than before are welcome."""
+def _check_steps(saved: dict[str, Any], config: Config) -> None:
+    """More steps than before are welcome, fewer than were started are not."""
     line, state = config.line, saved["admission"]
-    kept = {
-        "line.groups_per_step": (state["groups_per_step"], line.groups_per_step),
-        "line.max_staleness": (state["max_staleness"], line.max_staleness),
-        "algorithm.group_size": (saved["group_size"], config.algorithm.group_size),
-        # A trajectory never changes format: its log-probs are those of one policy.
-        "engine.weight_format": (saved.get("weight_format", "float32"), config.engine.weight_format),
-    }
-    for name, (then, now) in kept.items():
-        if then != now:
-            raise UserError(
-                f"{name} was {then} when this run was saved and is {now} now; a run keeps it to its end"
-            )
     started = state["consumed"] + len(state["outstanding"])
     if line.steps * line.groups_per_step < started:
         raise UserError(

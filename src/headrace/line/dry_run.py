@@ -10,7 +10,7 @@ from headrace.engine import check_prompt_length, context_limit
 from headrace.environments import EnvironmentPool
 from headrace.line.evaluate import prompt_text
 from headrace.line.run_folder import RunFolder
-from headrace.line.setup import memory_estimate
+from headrace.line.setup import check_observation, memory_estimate
 from headrace.models import encode_task_prompt, resolve
 from headrace.models.load import context_length, load_tokenizer, read_config, refuse_unsupported
 
@@ -35,10 +35,17 @@ def dry_run(config: Config, run_dir: str | Path | None = None) -> DryRun:
         RunFolder.refuse_existing(run_dir)
     with EnvironmentPool(config.environment, config.line.seed) as pool:
         task = pool.check()
+        observation = pool.observe(task) if pool.multi_turn else None
     path = resolve(config.model.name)
     model = read_config(path)
     refuse_unsupported(model, path)
     context = context_limit(context_length(model.get_text_config(decoder=True)), config.engine)
-    tokens = len(encode_task_prompt(load_tokenizer(path), task["prompt"]))
-    check_prompt_length(tokens, context)
-    return DryRun(prompt_text(task["prompt"]), tokens, context, memory_estimate(config))
+    tokenizer = load_tokenizer(path)
+    if observation is not None:
+        tokens = len(check_observation(tokenizer, observation, context))
+        text = prompt_text(observation.messages)
+    else:
+        tokens = len(encode_task_prompt(tokenizer, task["prompt"]))
+        check_prompt_length(tokens, context)
+        text = prompt_text(task["prompt"])
+    return DryRun(text, tokens, context, memory_estimate(config))

@@ -6,11 +6,15 @@ Invariant: the model's own weights answer, the ones that a run saves, whatever f
 from __future__ import annotations
 
 import time
+from dataclasses import replace
+from typing import Any
 
 from headrace.errors import LineStuckError
+from headrace.line.episodes import Episodes, rollout_sampling
 from headrace.line.observer import EvaluatedTask, Evaluation
 from headrace.line.setup import Workplace
-from headrace.types import Sampling
+from headrace.schedule import Ledger
+from headrace.types import Group
 
 
 def evaluate(workplace: Workplace, step: int) -> Evaluation:
@@ -19,41 +23,57 @@ def evaluate(workplace: Workplace, step: int) -> Evaluation:
     A task whose environment fails is reported and left out of the accuracy: a failure is not a reward.
 
     Raises:
-        LineStuckError: rewards did not come within `line.wait_timeout_s`.
+        LineStuckError: the environment did not answer within `line.wait_timeout_s`.
     """
     config, pool = workplace.config, workplace.pool
-    tasks = [held_out.task for held_out in workplace.held_out]
-    prompts = [held_out.prompt_ids for held_out in workplace.held_out]
-    sampling = Sampling(
-        temperature=0.0, max_tokens=config.sampling.max_tokens, stop=tuple(config.sampling.stop)
+    engine = workplace.unquantised_engine()
+    one = config.algorithm.model_copy(update={"group_size": 1})
+    episodes = Episodes(
+        config.model_copy(update={"algorithm": one}),
+        engine,
+        pool,
+        Ledger(),
+        lambda failure: None,
+        replace(rollout_sampling(config), temperature=0.0),
+        max_attempts=1,
     )
-    outputs = workplace.unquantised_engine().generate(prompts, sampling) if prompts else []
-    completions = [output.samples[0].text for output in outputs]
-    for index, (task, completion) in enumerate(zip(tasks, completions, strict=True)):
-        pool.submit(("evaluation", index), task, completion)
-    rewards: dict[int, float | None] = {}
-    deadline = time.monotonic() + config.line.wait_timeout_s
-    while len(rewards) < len(tasks):
-        left = deadline - time.monotonic()
-        if left <= 0:
+    for index, held_out in enumerate(workplace.held_out):
+        episodes.start(Group(index, held_out.task, held_out.prompt_ids, 0))
+    heard = time.monotonic()
+    while episodes.at_environment or engine.num_unfinished:
+        for event in engine.step():
+            episodes.on_token(event)
+        left = heard + config.line.wait_timeout_s - time.monotonic()
+        replies = pool.poll() if engine.num_unfinished else pool.wait(max(0.0, left))
+        for reply in replies:
+            episodes.on_reply(reply)
+        if replies or engine.num_unfinished:
+            heard = time.monotonic()
+        elif left <= 0 and episodes.at_environment:
             raise LineStuckError(
-                f"evaluation waited {config.line.wait_timeout_s:g} s (line.wait_timeout_s) for the rewards of "
-                f"{len(tasks) - len(rewards)} of {len(tasks)} test tasks"
+                f"evaluation waited {config.line.wait_timeout_s:g} s (line.wait_timeout_s) for the environment of "
+                f"{len(episodes.at_environment)} of {len(workplace.held_out)} test tasks"
             )
-        for reply in pool.wait(left):
-            rewards[reply.key[1]] = reply.reward
-    valid = [reward for reward in rewards.values() if reward is not None]
+    answers = [
+        _answer(held_out.task, episodes.groups[index]) for index, held_out in enumerate(workplace.held_out)
+    ]
+    rewards = [answer.reward for answer in answers if answer.reward is not None]
     return Evaluation(
         step=step,
-        accuracy=sum(valid) / len(valid) if valid else float("nan"),
-        tasks=[
-            EvaluatedTask(prompt_text(task["prompt"]), completion, rewards[index])
-            for index, (task, completion) in enumerate(zip(tasks, completions, strict=True))
-        ],
-        failed=len(tasks) - len(valid),
+        accuracy=sum(rewards) / len(rewards) if rewards else float("nan"),
+        tasks=answers,
+        failed=len(answers) - len(rewards),
     )
 
 
-def prompt_text(prompt: str | list[dict[str, str]]) -> str:
+def _answer(task: dict[str, Any], group: Group) -> EvaluatedTask:
+    trajectory = group.samples[0]
+    prompt = prompt_text(task["prompt"]) if "prompt" in task else str(task)
+    if trajectory is None:
+        return EvaluatedTask(prompt, "", None)
+    return EvaluatedTask(prompt, trajectory.completion, trajectory.reward)
+
+
+def prompt_text(prompt: str | list[dict[str, Any]]) -> str:
     """A prompt as a person reads it: the last message of a chat."""
-    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+    return prompt if isinstance(prompt, str) else str(prompt[-1].get("content", ""))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from headrace.engine import Engine
 from headrace.environments import EnvironmentPool
@@ -43,12 +44,21 @@ class Intake:
             task = self.pool.train_task(self.next_task)
             self.next_task += 1
             try:
-                prompt_ids = check_prompt(self.engine, task)
+                group = self.group(self.next_group, task, version)
             except UserError as error:
                 self.skipped += 1
                 self.report(f"task {self.next_task - 1} is skipped: {error}")
                 problem = error
                 continue
             self.next_group += 1
-            return Group(self.next_group - 1, task, prompt_ids, version)
+            return group
         raise RunError(f"{SKIPPED_LIMIT} tasks in a row do not fit the context: {problem}")
+
+    def group(self, group_id: int, task: dict[str, Any], version: int) -> Group:
+        """A group of a task. In a conversation each sample has its own first observation instead of a prompt.
+
+        Raises:
+            UserError: the prompt leaves no room for an answer.
+        """
+        prompt_ids = [] if self.pool.multi_turn else check_prompt(self.engine, task)
+        return Group(group_id, task, prompt_ids, version)

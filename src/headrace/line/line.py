@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from headrace.config import Config
+from headrace.engine.kv import shared_name_of
 from headrace.line.observer import LineResult, Observer
 from headrace.line.production import Production
 from headrace.line.run_folder import RunFolder
@@ -65,7 +66,8 @@ class Line:
         observer = observer or Observer()
         if not self._resume:
             RunFolder.refuse_existing(self.run_dir)
-        with prepare(self.config, output=observer.output) as workplace:
+        name = shared_name_of(self.run_dir)
+        with prepare(self.config, output=observer.output, kv_shared_name=name) as workplace:
             opened = (
                 RunFolder.open(self.run_dir) if self._resume else RunFolder.create(self.run_dir, self.config)
             )

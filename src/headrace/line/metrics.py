@@ -107,6 +107,8 @@ def step_metrics(
         "reward_mean": sum(rewards) / len(rewards),
         "completed_ratio": sum(t.complete for t in trajectories) / len(trajectories),
         "completion_tokens_mean": sum(t.num_sampled for t in trajectories) / len(trajectories),
+        "turns_mean": sum(t.turns for t in trajectories) / len(trajectories),
+        "rows_split": sum(len(t.earlier) for t in trajectories),
         "zero_advantage_groups": gradient.zero_advantage_groups,
         "loss": result.loss,
         "grad_norm": result.grad_norm,

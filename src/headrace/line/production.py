@@ -15,21 +15,24 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import torch
 
 from headrace import kernels
+from headrace.environments import WorldReply
 from headrace.errors import EnvironmentFailure, LineStuckError, NonFiniteError, RunError
 from headrace.line import checkpoint
 from headrace.line.agreement import Agreement
 from headrace.line.cell import Cell
-from headrace.line.episodes import Episodes
+from headrace.line.episodes import Episodes, rollout_sampling
 from headrace.line.evaluate import evaluate
 from headrace.line.intake import Intake
 from headrace.line.metrics import StepAccount, token_rates
 from headrace.line.observer import Evaluation, LineResult, LineStatus, Observer
-from headrace.line.run_folder import CONFIG, RunFolder
+from headrace.line.recovery import token_rows
+from headrace.line.run_folder import CONFIG, RunFolder, json_safe
 from headrace.line.setup import Workplace
 from headrace.schedule import (
     Admission,
@@ -42,8 +45,8 @@ from headrace.schedule import (
     worth_starting,
 )
 from headrace.state.machine import core_numbers
-from headrace.trainer import Trainer, save_checkpoint
-from headrace.types import Trajectory
+from headrace.trainer import GradientResult, Trainer, save_checkpoint
+from headrace.types import Group, Trajectory
 
 REPORT_WAIT_S = 10.0
 """A wait says what it waits for this often."""
@@ -65,6 +68,7 @@ class Production:
         pending: committed groups whose gradient is not taken yet, the oldest first.
         failed_groups, failed_in_a_row, replaced: groups closed because the environment failed them, since the last
             usable group, and closed without advantage.
+        units: the gradients taken for the step that is under way: their groups, and the threads they ran on.
         metrics: the steps' lines of `metrics.jsonl`.
     """
 
@@ -83,13 +87,22 @@ class Production:
         self.threads = None if config.line.threads else share
         self.admission = Admission(config.line.steps, config.line.groups_per_step, config.line.max_staleness)
         self.ledger = Ledger()
-        self.episodes = Episodes(config, self.engine, self.pool, self.ledger, observer.on_message)
+        self.episodes = Episodes(
+            config,
+            self.engine,
+            self.pool,
+            self.ledger,
+            observer.on_message,
+            rollout_sampling(config),
+            config.environment.max_attempts,
+        )
         self.intake = Intake(self.engine, self.pool, observer.on_message)
         self.agreement = Agreement(config)
         self.failed_groups = 0
         self.failed_in_a_row = 0
         self.replaced = 0
         self.pending: list[int] = []
+        self.units: list[dict[str, Any]] = []
         self.metrics: list[dict[str, Any]] = []
         self.open_account(self.ledger.to_dict())
         self._rates = (0.0, 0.0)
@@ -102,17 +115,30 @@ class Production:
         model = self.config.model
         if model.device == "cpu" and model.dtype == "float32" and (reason := kernels.unavailable_reason()):
             self.observer.on_message(f"generation runs on PyTorch's operators, more slowly: {reason}")
-        restored = checkpoint.restore(self) if resume else None
+        self.journal = checkpoint.open_journal(self)
+        with closing(self.journal):
+            return self._run(resume)
+
+    def _run(self, resume: bool) -> LineResult:
+        if resume:
+            checkpoint.restore(self)
+        checkpoint.begin(self, resumed=resume)
         result = LineResult(self.folder.path, self.metrics)
         if resume:
             result.before = self.folder.evaluation("before")
         # Weights that were trained already cannot tell what came before.
-        if result.before is None and restored is None and self.config.eval.tasks and not self.stopping():
+        if (
+            result.before is None
+            and not self.admission.version
+            and self.config.eval.tasks
+            and not self.stopping()
+        ):
             result.before = self._evaluate("before")
         self.account.start_clock()
         try:
             while not self.admission.finished:
                 if self.stopping():
+                    self.journal.record("stop", {"reason": "asked to"})
                     checkpoint.save(self)
                     result.interrupted = True
                     return result
@@ -140,9 +166,7 @@ class Production:
         try:
             match unit:
                 case Unit.DECODE:
-                    for event in self.cell.decode():
-                        self.episodes.on_token(event)
-                    self.folder.note_generated(self.ledger.generated)
+                    self._decode()
                 case Unit.GRADIENT:
                     self._gradient()
                 case Unit.OPTIMIZER_STEP:
@@ -155,24 +179,51 @@ class Production:
                 self.admission.version + 1, [t for t in offenders if t is not None], str(error)
             )
             raise NonFiniteError(f"{error}; the trajectories that caused it are in {path}") from error
+        self.journal.commit()
+
+    def _decode(self) -> None:
+        """A few engine steps, each counted before it is known to anyone: what a crash takes is `lost`."""
+        counted = self.ledger.generated
+        events = self.cell.decode(lambda drawn: self.folder.note_generated(counted + drawn))
+        self.journal.record("tokens", {"version": self.cell.version, "rows": token_rows(events, self)})
+        for event in events:
+            self.episodes.on_token(event)
+
+    def _take(self, reply: WorldReply) -> None:
+        self.journal.record("world", reply.to_dict() | {"id": list(reply.key)})
+        self.episodes.on_reply(reply)
 
     def _take_replies(self) -> None:
         """Take what the environments have answered; an idle engine waits a moment for what is about to come."""
         for reply in self.pool.poll():
-            self.episodes.on_reply(reply)
+            self._take(reply)
+        for report in self.pool.take_reports():
+            self.observer.on_message(report)
         while self.episodes.at_environment and not self.engine.num_unfinished and not self.pending:
             with self.cell.booked(Unit.WAIT):
                 replies = self.pool.wait(PROMPT_ANSWER_S)
             if not replies:
                 return
             for reply in replies:
-                self.episodes.on_reply(reply)
+                self._take(reply)
 
     def _admit(self) -> None:
         """Start groups while the bound allows it and the line gains by it."""
         while self.admission.can_admit() and self._worth_starting():
             group = self.intake.take(self.admission.version)
-            self.episodes.start(group, self.admission.admit(group.id))
+            deadline = self.admission.admit(group.id)
+            self.journal.record(
+                "admit",
+                {
+                    "group": group.id,
+                    "task": group.task,
+                    "version": group.admitted_version,
+                    "deadline": deadline,
+                    "next_task": self.intake.next_task,
+                    "skipped": self.intake.skipped,
+                },
+            )
+            self.episodes.start(group)
 
     def _worth_starting(self) -> bool:
         committed = len(self.admission.committed)
@@ -193,14 +244,18 @@ class Production:
             if not self.episodes.usable(group_id):
                 self._close_failed(group_id)
             elif self._replaceable(group_id):
-                self.replaced += 1
                 self._close(group_id, Bucket.ZERO_ADVANTAGE)
             else:
-                self.failed_in_a_row = 0
                 ready.append(group_id)
         while (group_id := self.admission.next_commit(ready)) is not None:
-            self.admission.commit(group_id)
-            self.pending.append(group_id)
+            self.journal.record("commit", {"group": group_id})
+            self.commit(group_id)
+
+    def commit(self, group_id: int) -> None:
+        """Give a finished group a place in the step."""
+        self.failed_in_a_row = 0
+        self.admission.commit(group_id)
+        self.pending.append(group_id)
 
     def _replaceable(self, group_id: int) -> bool:
         if self.config.algorithm.zero_advantage != "replace":
@@ -211,8 +266,6 @@ class Production:
 
     def _close_failed(self, group_id: int) -> None:
         self._close(group_id, Bucket.ENVIRONMENT_FAILED)
-        self.failed_groups += 1
-        self.failed_in_a_row += 1
         limit = 2 * self.config.line.groups_per_step
         self.observer.on_message(
             f"group {group_id} is closed: the environment failed too many of its samples"
@@ -223,6 +276,16 @@ class Production:
             )
 
     def _close(self, group_id: int, bucket: Bucket) -> None:
+        self.journal.record("close", {"group": group_id, "bucket": bucket.value})
+        self.close_group(group_id, bucket)
+
+    def close_group(self, group_id: int, bucket: Bucket) -> None:
+        """Take a group that will not be trained out of the line."""
+        if bucket is Bucket.ENVIRONMENT_FAILED:
+            self.failed_groups += 1
+            self.failed_in_a_row += 1
+        else:
+            self.replaced += 1
         self.admission.close(group_id)
         group = self.episodes.remove(group_id)
         self.ledger.settle(bucket, sum(t.num_sampled for t in group.trajectories))
@@ -239,9 +302,9 @@ class Production:
         )
 
     def _packed_tokens(self, group_id: int) -> int:
-        group = self.episodes.groups[group_id]
-        prompt = len(group.prompt_ids)
-        return prompt + sum(len(t.token_ids) - prompt for t in group.trajectories)
+        rows = [row for trajectory in self.episodes.groups[group_id].trajectories for row in trajectory.rows]
+        prompts = {tuple(row.token_ids[: row.prompt_length]) for row in rows}
+        return sum(map(len, prompts)) + sum(len(row.token_ids) - row.prompt_length for row in rows)
 
     def _gradient(self) -> None:
         """Take the gradient of the oldest committed groups, about one micro-batch of them."""
@@ -251,21 +314,24 @@ class Production:
             if taken and tokens + size > self.config.trainer.micro_batch_tokens:
                 break
             taken, tokens = taken + 1, tokens + size
-        groups = [self.episodes.groups[group_id].trajectories for group_id in self.pending[:taken]]
-        result = self.cell.gradient(groups, self.config.line.max_staleness)
+        groups = self.pending[:taken]
+        self.take_gradient(groups)
+        self.journal.record("gradient", self.units[-1])
+
+    def take_gradient(self, groups: list[int]) -> None:
+        """Take the gradient of these committed groups, and remember how."""
+        members = [self.episodes.groups[group_id].trajectories for group_id in groups]
+        result = self.cell.gradient(members, self.config.line.max_staleness)
         self.agreement.mismatch.merge(result.statistics.mismatch)
-        del self.pending[:taken]
+        self.units.append({"groups": groups, "threads": torch.get_num_threads()})
+        self.pending = [group_id for group_id in self.pending if group_id not in groups]
 
     def _step(self) -> None:
         """Update the weights, publish them, settle the consumed groups, and log the step."""
         self._check_agreement()
         result = self.cell.optimizer_step()
-        groups = [self.episodes.remove(group_id) for group_id in self.admission.complete_step()]
-        gradient = result.gradient
-        self.ledger.settle(Bucket.TRAINED, gradient.tokens_trained)
-        self.ledger.settle(Bucket.ZERO_ADVANTAGE, gradient.tokens_zero_advantage)
-        self.ledger.settle(Bucket.MASKED, gradient.tokens_masked)
-        self.ledger.check(self.episodes.tokens_in_flight())
+        digest = self.cell.trainer.digest()
+        groups = self.settle_step(result.gradient)
         step = self.admission.version
         metrics = self.account.close(
             step=step,
@@ -277,9 +343,21 @@ class Production:
             counters=self._counters(),
         )
         self._rates = token_rates(metrics)
-        self.folder.append_trajectories(step, groups)
-        self.folder.append_metrics(metrics)
-        self.metrics.append(metrics)
+        # The journal first: the logs are made again from it if this is the last that is written.
+        self.journal.record(
+            "step",
+            {
+                "step": step,
+                "groups": [group.id for group in groups],
+                "digest": digest,
+                "weights_id": self.cell.weights_id,
+                "updated": result.updated,
+                "threads": torch.get_num_threads(),
+                "metrics": json_safe(metrics),
+            },
+        )
+        self.journal.commit()
+        self.log_step(step, groups, metrics)
         self.observer.on_step(metrics)
         if not result.updated:
             self.observer.on_message(
@@ -289,6 +367,22 @@ class Production:
         every = self.config.line.checkpoint_every
         if every and step % every == 0 and not self.admission.finished:
             checkpoint.save(self)
+
+    def settle_step(self, gradient: GradientResult) -> list[Group]:
+        """Complete the step in the books: its groups leave the line."""
+        groups = [self.episodes.remove(group_id) for group_id in self.admission.complete_step()]
+        self.ledger.settle(Bucket.TRAINED, gradient.tokens_trained)
+        self.ledger.settle(Bucket.ZERO_ADVANTAGE, gradient.tokens_zero_advantage)
+        self.ledger.settle(Bucket.MASKED, gradient.tokens_masked)
+        self.ledger.check(self.episodes.tokens_in_flight())
+        self.units = []
+        return groups
+
+    def log_step(self, step: int, groups: list[Group], metrics: dict[str, Any]) -> None:
+        """Write a completed step into the run folder's logs."""
+        self.folder.append_trajectories(step, groups)
+        self.folder.append_metrics(metrics)
+        self.metrics.append(metrics)
 
     def _check_agreement(self) -> None:
         """Stop the run where rollouts are not the policy's any more, with its state saved."""
@@ -318,7 +412,7 @@ class Production:
                 waited = time.monotonic() - started
                 replies = self.pool.wait(min(REPORT_WAIT_S, max(0.0, limit - waited)))
                 for reply in replies:
-                    self.episodes.on_reply(reply)
+                    self._take(reply)
                 if replies or self.stopping():
                     return
                 waited = time.monotonic() - started

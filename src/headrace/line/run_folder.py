@@ -6,6 +6,7 @@
     trajectories.jsonl     every trajectory that a step consumed
     checkpoints/step-N/    the state after N steps
     tokens_generated       how many tokens the run has sampled, for the books after a crash
+    journal.sqlite         what the line did, event by event
     failures/step-N.jsonl  the trajectories that stopped step N
     final/                 the trained model
 
@@ -57,6 +58,7 @@ METRICS = "metrics.jsonl"
 TRAJECTORIES = "trajectories.jsonl"
 CHECKPOINTS = "checkpoints"
 GENERATED = "tokens_generated"
+JOURNAL = "journal.sqlite"
 LOCK = ".lock"
 
 _CHECKPOINT_NAME = re.compile(r"step-(0|[1-9]\d*)")
@@ -300,6 +302,11 @@ class RunFolder:
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("%s is not readable and is ignored: %s", path, error)
             return None
+
+    @property
+    def journal_path(self) -> Path:
+        """The run's journal (`state/journal.py`)."""
+        return self.path / JOURNAL
 
     # Checkpoints
 

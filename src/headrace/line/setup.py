@@ -10,15 +10,16 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
 from headrace.config import Config
 from headrace.engine import Engine, check_prompt_length, context_limit
 from headrace.engine.forward import LLAMA_SHAPED
-from headrace.environments import EnvironmentPool
+from headrace.environments import EnvironmentPool, Observation
 from headrace.models import (
+    Conversation,
     LoadedModel,
     encode_task_prompt,
     kv_bytes_per_token,
@@ -31,9 +32,12 @@ from headrace.models.load import context_length, read_config
 from headrace.state.machine import available_cores, available_mb, tune_allocator
 from headrace.state.weights import content_digest
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class HeldOutTask(NamedTuple):
-    """A test task and its prompt as token ids."""
+    """A test task and its prompt as token ids; in a conversation its world begins, and there is none."""
 
     task: dict[str, Any]
     prompt_ids: list[int]
@@ -60,7 +64,12 @@ class Workplace:
             return self.engine
         # The generator holds KV already; what is free now must do for this one.
         free_mb = max(1, int(available_mb() / 2))
-        update = {"weight_format": "float32", "kv_memory_mb": min(settings.kv_memory_mb or free_mb, free_mb)}
+        update = {
+            "weight_format": "float32",
+            "kv_memory_mb": min(settings.kv_memory_mb or free_mb, free_mb),
+            "kv_host_mb": 0,
+            "kv_disk_mb": 0,
+        }
         return Engine(self.model, settings.model_copy(update=update), self.engine.weights_id)
 
     def __enter__(self) -> Self:
@@ -70,14 +79,21 @@ class Workplace:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.pool.close()
+        self.engine.close()
 
 
-def prepare(config: Config, model_path: Path | None = None, output: int | None = None) -> Workplace:
+def prepare(
+    config: Config,
+    model_path: Path | None = None,
+    output: int | None = None,
+    kv_shared_name: str | None = None,
+) -> Workplace:
     """Start the environment's workers, load the model, and try the first task.
 
     Args:
         output: descriptor for what the environment prints; standard error by default.
         model_path: a folder to load instead of `config.model.name`.
+        kv_shared_name: the name of the run's host memory for KV.
 
     Raises:
         UserError: one line about what is wrong.
@@ -95,10 +111,14 @@ def prepare(config: Config, model_path: Path | None = None, output: int | None =
             device=config.model.device,
             attn_implementation=ATTENTION,
         )
-        engine = Engine(model, config.engine, content_digest(model.module))
-        check_prompt(engine, first_task)
+        engine = Engine(model, config.engine, content_digest(model.module), kv_shared_name=kv_shared_name)
         tasks = pool.test_tasks(config.eval.tasks)
-        held_out = [HeldOutTask(task, check_prompt(engine, task)) for task in tasks]
+        if pool.multi_turn:
+            check_observation(engine.tokenizer, pool.observe(first_task), engine.context_length)
+            held_out = [HeldOutTask(task, []) for task in tasks]
+        else:
+            check_prompt(engine, first_task)
+            held_out = [HeldOutTask(task, check_prompt(engine, task)) for task in tasks]
         return Workplace(config, pool, model, engine, held_out)
     except BaseException:
         pool.close()
@@ -130,6 +150,19 @@ def check_prompt(engine: Engine, task: dict[str, Any]) -> list[int]:
     return ids
 
 
+def check_observation(
+    tokenizer: PreTrainedTokenizerBase, observation: Observation, context_length: int
+) -> list[int]:
+    """An episode's first observation as token ids.
+
+    Raises:
+        UserError: it cannot be rendered, or leaves no room for an answer.
+    """
+    ids = Conversation(tokenizer, observation.messages, observation.tools).prompt_ids
+    check_prompt_length(len(ids), context_length)
+    return ids
+
+
 def memory_estimate(config: Config) -> dict[str, float]:
     """What a run will roughly take, in MB, without loading weights."""
     path = resolve(config.model.name)
@@ -157,6 +190,8 @@ def memory_estimate(config: Config) -> dict[str, float]:
         kv = min(kv, config.engine.kv_memory_mb)
     copies["KV, at most"] = min(kv, available_mb() / 2)
     copies["prefix cache, at most"] = config.engine.prefix_cache_mb
+    if config.engine.kv_host_mb:
+        copies["KV in host memory, at most"] = config.engine.kv_host_mb
     copies["total"] = sum(copies.values())
     copies["available"] = available_mb()
     return copies

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         encode_prompt,
         encode_task_prompt,
     )
+    from headrace.models.conversation import Conversation, Extension
     from headrace.models.load import LoadedModel, kv_bytes_per_token, load_model
 
 _LAZY = {
@@ -26,12 +27,16 @@ _LAZY = {
     "decode_completion": "chat",
     "encode_prompt": "chat",
     "encode_task_prompt": "chat",
+    "Conversation": "conversation",
+    "Extension": "conversation",
     "LoadedModel": "load",
     "kv_bytes_per_token": "load",
     "load_model": "load",
 }
 
 __all__ = [
+    "Conversation",
+    "Extension",
     "IncrementalDetokenizer",
     "LoadedModel",
     "aliases",

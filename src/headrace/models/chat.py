@@ -33,7 +33,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
         ModelError: messages were given and the tokenizer has no chat template, or the template refuses them.
     """
     if isinstance(prompt, str):
-        _check_encodable(prompt)
+        check_encodable(prompt)
         ids = tokenizer(prompt)["input_ids"]
     elif not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
         raise UserError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
@@ -77,7 +77,7 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mess
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise UserError(f"a chat message needs a role and a content, not {dict(message)!r}")
         if isinstance(message["content"], str):
-            _check_encodable(message["content"])
+            check_encodable(message["content"])
     try:
         encoded = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
@@ -91,11 +91,16 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mess
     return encoded["input_ids"]
 
 
-def _check_encodable(text: str) -> None:
+def check_encodable(text: str, what: str = "a prompt") -> None:
+    """Refuse text that no tokenizer takes.
+
+    Raises:
+        ModelError: it holds half a surrogate pair.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UserError(f"a prompt holds half a surrogate pair at character {error.start}: {error}") from None
+        raise ModelError(f"{what} holds half a surrogate pair at character {error.start}: {error}") from None
 
 
 class IncrementalDetokenizer:

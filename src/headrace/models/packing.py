@@ -2,21 +2,25 @@
 
 The replica shares every parameter and buffer with the module it was made from; only linear weights are held a
 second time: in the layout that oneDNN multiplies fastest, or as int8. After the trainer changed the weights,
-`repack` brings those copies up to date.
+`repack` brings those copies up to date. Weights that come from elsewhere are packed beside the current ones
+(`pack_beside`) and taken into use in one short moment (`use_packed`, with `assign` for all that is not packed).
 
-Invariant: between `repack` and the next change of the module's parameters, replica and module compute the same
-function, to within rounding: that of float32, or that of int8.
+Invariants
+* Between `repack` and the next change of the module's parameters, replica and module compute the same function, to
+  within rounding: that of float32, or that of int8.
+* `pack_beside` changes nothing that a forward reads, so it may run in another thread meanwhile.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from headrace.kernels import PackedWeight
+from headrace.kernels import Linear, PackedWeight
 from headrace.models.linear import OneDNNLinear, multiply, suits_onednn
 
 
@@ -31,7 +35,11 @@ class PackedLinear(nn.Module):
         self.repack()
 
     def repack(self) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach())
+        self.packed = self.pack(self.weight, self.bias)
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """What `packed` is for other parameters."""
+        return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
 
     def forward(self, x: Tensor) -> Tensor:
         return multiply(x, self.packed, self.bias)
@@ -49,13 +57,17 @@ class Int8Linear(nn.Module):
         self.weight = linear.weight
         self.bias = linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._packed = PackedWeight([linear], input_peaks)
+        self.packed = PackedWeight([linear], input_peaks)
 
     def repack(self) -> None:
-        self._packed.repack()
+        self.packed.repack()
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> PackedWeight:
+        """What `packed` is for other parameters."""
+        return PackedWeight([Linear(weight, bias)], self.packed.input_peaks)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._packed(x)
+        return self.packed(x)
 
 
 def inference_replica(
@@ -81,6 +93,35 @@ def repack(replica: nn.Module) -> None:
     for layer in replica.modules():
         if isinstance(layer, PackedLinear | Int8Linear):
             layer.repack()
+
+
+Packs = dict[str, Any]
+"""The packed weights of a replica's linear layers, by name."""
+
+
+@torch.no_grad()
+def pack_beside(replica: nn.Module, tensors: Mapping[str, Tensor]) -> Packs:
+    """The packed form that `replica` would have with other weights, by name as in the module's state dict."""
+    return {
+        name: layer.pack(tensors[f"{name}.weight"], tensors.get(f"{name}.bias"))
+        for name, layer in replica.named_modules()
+        if isinstance(layer, PackedLinear | Int8Linear)
+    }
+
+
+def use_packed(replica: nn.Module, packs: Packs) -> Packs:
+    """Take `packs` into use; returns what was used before."""
+    before = {}
+    for name, packed in packs.items():
+        layer: Any = replica.get_submodule(name)
+        before[name], layer.packed = layer.packed, packed
+    return before
+
+
+def assign(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Let parameters and buffers, the items of a `state_dict(keep_vars=True)`, show other memory; nothing is copied."""
+    for name, target in targets.items():
+        target.data = tensors[name]
 
 
 @torch.no_grad()

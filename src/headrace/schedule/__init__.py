@@ -7,6 +7,7 @@ decisions.
 from headrace.schedule.admission import Admission
 from headrace.schedule.ledger import Bucket, Ledger
 from headrace.schedule.matching import DecodeCost, LineState, Unit, next_unit, worth_starting
+from headrace.schedule.returns import ReturnTimes
 from headrace.schedule.threads import ThreadShare
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "DecodeCost",
     "Ledger",
     "LineState",
+    "ReturnTimes",
     "ThreadShare",
     "Unit",
     "next_unit",

@@ -10,6 +10,7 @@ Invariants
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from headrace.algorithms import TokenLoss, aggregate, denominator, group_advantages, token_loss
 from headrace.config import AlgorithmConfig, TrainerConfig
 from headrace.errors import ConfigError, NonFiniteError, RunError
+from headrace.kernels.fingerprint import fingerprint
 from headrace.models.fused import use_kernels
 from headrace.trainer.attention import check_packable
 from headrace.trainer.logprobs import packed_logprobs
@@ -82,10 +84,11 @@ class StepResult:
 
 
 class _Sample(NamedTuple):
-    """A trajectory in the loss, and its advantage."""
+    """A row of a trajectory in the loss, its advantage, and how many tokens the whole trajectory has sampled."""
 
     trajectory: Trajectory
     advantage: float
+    length: int
 
 
 class Trainer:
@@ -203,9 +206,19 @@ class Trainer:
         """The trajectories whose gradient was taken since the last step."""
         return {sample.trajectory.id for members in self._taken for sample in members}
 
+    def digest(self) -> str:
+        """What the weights are, bit for bit: names and contents of every parameter."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, parameter in self.module.named_parameters():
+            digest.update(f"{name}:{fingerprint(parameter.detach())};".encode())
+        return digest.hexdigest()
+
     @torch.no_grad()
     def token_logprobs(self, trajectories: Sequence[Trajectory]) -> list[list[float]]:
-        """Each sampled token's log-prob under the current weights, through the training forward."""
+        """Each sampled token's log-prob under the current weights, through the training forward.
+
+        Of the last row of each; earlier rows are given as trajectories of their own.
+        """
         logprobs: list[list[float]] = [[] for _ in trajectories]
         for batch in self._pack([trajectories]):
             for owner, logp in zip(
@@ -256,7 +269,7 @@ class Trainer:
                     result.tokens_zero_advantage += length
                 else:
                     result.tokens_trained += length
-                    samples[-1].append(_Sample(trajectory, advantage))
+                    samples[-1].extend(_Sample(row, advantage, length) for row in trajectory.rows)
         result.denominator = denominator(lengths, self.config.loss_aggregation)
         return result, samples
 
@@ -273,7 +286,7 @@ class Trainer:
         if not finite.all():
             owners = sorted(set(batch.owners[~finite].tolist()))
             raise self._discard("a loss is not finite", [samples[owner].trajectory for owner in owners])
-        loss_sum = self._loss_sum(batch, losses)
+        loss_sum = self._loss_sum(batch, samples, losses)
         loss_sum.backward()
         fresh_kv = torch.tensor([not trajectory.mixed_kv for trajectory in batch.trajectories])[batch.owners]
         current = (batch.versions == version) & fresh_kv
@@ -299,8 +312,8 @@ class Trainer:
             logp_ref=logp_ref,
         )
 
-    def _loss_sum(self, batch: MicroBatch, losses: Tensor) -> Tensor:
-        lengths = torch.tensor([trajectory.num_sampled for trajectory in batch.trajectories])[batch.owners]
+    def _loss_sum(self, batch: MicroBatch, samples: Sequence[_Sample], losses: Tensor) -> Tensor:
+        lengths = torch.tensor([sample.length for sample in samples])[batch.owners]
         return aggregate(losses, lengths.to(losses.device), self.config.loss_aggregation)
 
     def _gradients(self) -> list[Tensor]:
@@ -314,11 +327,10 @@ class Trainer:
 
         def spoils(samples: Sequence[_Sample]) -> bool:
             self._optimizer.zero_grad(set_to_none=True)
-            by_id = {sample.trajectory.id: sample for sample in samples}
             for batch in self._pack([[sample.trajectory for sample in samples]]):
-                members = [by_id[trajectory.id] for trajectory in batch.trajectories]
+                members = [samples[member] for member in batch.members]
                 losses = self._token_losses(batch, members, packed_logprobs(self.module, batch)).loss
-                self._loss_sum(batch, losses).backward()
+                self._loss_sum(batch, members, losses).backward()
             return not math.isfinite(self._norm())
 
         suspects = [sample for samples in self._taken if spoils(samples) for sample in samples]
@@ -346,7 +358,10 @@ class Trainer:
 
 def _staleness(trajectory: Trajectory, version: int) -> list[int]:
     return [
-        version - v for v, sampled in zip(trajectory.versions, trajectory.sampled, strict=True) if sampled
+        version - v
+        for row in trajectory.rows
+        for v, sampled in zip(row.versions, row.sampled, strict=True)
+        if sampled
     ]
 
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "copying.h"
 #include "gemm.h"
 #include "sampler.h"
 #include "team.h"
@@ -433,6 +434,33 @@ void headrace_weight_gradient(
     int32_t threads
 ) {
     together(threads, [&](Member& member) { weight_gradient(member, gradient, x, m, n, k, out, scratch); });
+}
+
+// sums [stripes of size]
+void headrace_stripe_sums(
+    const char* bytes, int64_t size, const uint64_t* constants, uint64_t* sums, int32_t threads
+) {
+    const int64_t few = 64, count = stripes(size);
+    together(count < few ? 1 : threads, [&](Member& member) {
+        int64_t first, last;
+        member.share(count, few, &first, &last);
+        if (first >= last) return;
+        stripe_sums(bytes + first * STRIPE, std::min(last * STRIPE, size) - first * STRIPE, constants, sums + first);
+    });
+}
+
+void headrace_load_blocks(const BlockCopy* copy, int32_t threads) {
+    together(copy->blocks > 1 ? threads : 1, [&](Member& member) {
+        std::vector<char> space;
+        for (int64_t block; (block = member.take(copy->blocks)) >= 0;) load_block(*copy, block, space);
+    });
+}
+
+// Here `slot` is [blocks][buffers] and `addresses` [blocks].
+void headrace_store_blocks(const BlockCopy* copy, int32_t threads) {
+    together(copy->blocks > 1 ? threads : 1, [&](Member& member) {
+        for (int64_t block; (block = member.take(copy->blocks)) >= 0;) store_block(*copy, block);
+    });
 }
 
 }  // extern "C"

@@ -1,0 +1,71 @@
+"""Which tasks are wanted, and what the task worker made of them.
+
+Invariants
+* Train tasks are read ahead of the last one asked for, at most `PREFETCH` of them, and never past one that failed.
+* A failure is told once and then forgotten, so that the task can be asked for again.
+
+`changed` guards all of this, and is held by whoever calls.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.environments.jobs import Job
+from headrace.environments.messages import GetTask, TakeTestTasks
+
+PREFETCH = 32
+"""Train tasks read ahead of the last one asked for."""
+
+
+class WantedTasks:
+    """Tasks on their way from the task worker to those who ask."""
+
+    def __init__(self) -> None:
+        self._outcomes: dict[GetTask | TakeTestTasks, tuple[Any, str | None]] = {}
+        self._window = range(0)
+        self._wanted_test: TakeTestTasks | None = None
+
+    def want(self, request: GetTask | TakeTestTasks) -> None:
+        """Have this read, if it is not there yet."""
+        if isinstance(request, TakeTestTasks):
+            self._wanted_test = request
+            return
+        self._window = range(request.index, request.index + 1 + PREFETCH)
+        self._outcomes = {
+            known: outcome
+            for known, outcome in self._outcomes.items()
+            if not isinstance(known, GetTask) or known.index in self._window
+        }
+
+    def has(self, request: GetTask | TakeTestTasks) -> bool:
+        return request in self._outcomes
+
+    def take(self, request: GetTask | TakeTestTasks) -> tuple[Any, str | None]:
+        """What was wanted and is there: (value, error), one of which is None."""
+        value, error = self._outcomes[request]
+        if error is not None or isinstance(request, TakeTestTasks):
+            del self._outcomes[request]
+        if error is not None:
+            self._window = range(0)  # do not run into the same failure unasked
+        return value, error
+
+    def next_job(self) -> Job | None:
+        """What the task worker should do now."""
+        request: GetTask | TakeTestTasks | None = self._wanted_test
+        self._wanted_test = None
+        for index in self._window if request is None else ():
+            value, error = self._outcomes.get(GetTask(index), (None, None))
+            if value is None:
+                # Behind a failed task lies nothing to read ahead.
+                request = GetTask(index) if error is None else None
+                break
+        if request is None:
+            return None
+        wanted = request
+
+        def finish(value: Any, error: str | None) -> None:
+            if isinstance(wanted, TakeTestTasks) or wanted.index in self._window:
+                self._outcomes[wanted] = (value, error)
+
+        return Job(wanted, finish)
