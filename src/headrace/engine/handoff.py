@@ -161,23 +161,11 @@ class DisaggregatedEngine(Engine):
         request_id: Hashable,
         token_ids: Sequence[int],
         sampling: Sampling,
-        *,
-        random_key: int = 0,
-        prompt_length: int | None = None,
-        priority: tuple[int, ...] = (0,),
         **options: Any,
     ) -> None:
         if self._waiting(request_id) is not None:
             raise UserError(f"request {request_id!r} is already running")
-        super().submit(
-            request_id,
-            token_ids,
-            sampling,
-            random_key=random_key,
-            prompt_length=prompt_length,
-            priority=priority,
-            **options,
-        )
+        super().submit(request_id, token_ids, sampling, **options)
         sequence = self.scheduler.find(request_id)
         if sequence is not None and self._worth_sending(sequence):
             self.scheduler.waiting.remove(sequence)

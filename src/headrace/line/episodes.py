@@ -90,13 +90,13 @@ class Episodes:
             for trajectory in group.samples:
                 if trajectory is None or trajectory.reward is not None:
                     continue
-                if trajectory.id not in self.at_environment:
+                waiting = trajectory.id in self.at_environment
+                if self.multi_turn:
                     self._resume_world(group, trajectory)
-                    self._decode(group, trajectory)
-                elif self.multi_turn:
-                    self._resume_world(group, trajectory)
-                else:
+                elif waiting:
                     self.pool.submit(trajectory.id, group.task, trajectory.completion)
+                if not waiting:
+                    self._decode(group, trajectory)
 
     def on_token(self, event: TokenEvent) -> None:
         """Book one token that the engine drew; a turn that ends goes to its environment."""
@@ -192,18 +192,13 @@ class Episodes:
         try:
             conversation = self._conversation(reply.observation)
         except UserError as error:
-            self._drop_world(trajectory.id)
-            self._fail(group, trajectory, f"its first observation cannot be rendered: {error}")
+            self._give_up(group, trajectory, f"its first observation cannot be rendered: {error}")
             return
         self.worlds[trajectory.id] = World(conversation, [], [reply])
         trajectory.append_observed(conversation.prompt_ids)
-        if self._room(trajectory) < LEAST_TURN:
-            self._drop_world(trajectory.id)
-            self._fail(
-                group,
-                trajectory,
-                f"its first observation of {len(trajectory.token_ids)} tokens leaves no room",
-            )
+        tokens = len(trajectory.token_ids)
+        if self.engine.context_length - tokens < LEAST_TURN:
+            self._give_up(group, trajectory, f"its first observation of {tokens} tokens leaves no room")
             return
         self._start_turn(group, trajectory)
 
@@ -260,8 +255,7 @@ class Episodes:
         try:
             extension = world.conversation.extend(sampled, world.actions[-1].message, messages)
         except ModelError as error:
-            self._drop_world(trajectory.id)
-            self._fail(group, trajectory, f"its observation cannot be rendered: {error}")
+            self._give_up(group, trajectory, f"its observation cannot be rendered: {error}")
             return
         before = 0 if extension.split else len(trajectory.token_ids)
         if self.engine.context_length - before - len(extension.ids) < LEAST_TURN:
@@ -308,14 +302,14 @@ class Episodes:
         else:
             self._begin(group, trajectory.id.sample, attempt)
 
-    def _drop_world(self, key: TrajectoryId) -> None:
+    def _give_up(self, group: Group, trajectory: Trajectory, error: str) -> None:
+        """Fail an attempt whose world still runs, and has said what cannot be used."""
         if not self.passive:
-            self.pool.drop(key)
+            self.pool.drop(trajectory.id)
+        self._fail(group, trajectory, error)
 
     def _resume_world(self, group: Group, trajectory: Trajectory) -> None:
         """After a restart: the episode's world, brought to where it was."""
-        if not self.multi_turn:
-            return
         world = self.worlds.get(trajectory.id)
         if world is None:
             self.pool.reset(trajectory.id, group.task)
@@ -327,9 +321,6 @@ class Episodes:
     def _tokens_left(self, trajectory: Trajectory) -> int:
         limit = self.config.environment.max_episode_tokens
         return self.sampling.max_tokens if limit is None else limit - trajectory.num_sampled
-
-    def _room(self, trajectory: Trajectory) -> int:
-        return self.engine.context_length - len(trajectory.token_ids)
 
     def _decode(self, group: Group, trajectory: Trajectory) -> None:
         sampling = self.sampling
