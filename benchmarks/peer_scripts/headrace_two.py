@@ -6,8 +6,9 @@ Settings: `part`, one of
               by an engine and a prefilling process on one core each. A request: `sequences`, `tokens`, `prompt`,
               `every_s`. -> the seconds between two tokens of each sequence.
     publisher publishes weights in shared memory; a request changes and publishes them. -> seconds
-    follower  decodes and follows `store`. A request: `versions`, `sequences`. -> per version the seconds that decoding
-              stopped, memory in MB before and after
+    follower  decodes and follows `store`. A request: `version` to reach, `seconds` to decode at least. -> seconds of
+              every step, seconds that decoding stopped per switch, those of the step after it, and memory in MB after
+              every step
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import serving  # first: it takes standard output
 
 # isort: split
+import atexit
 import os
 import random
 import time
@@ -97,6 +99,7 @@ def publisher(settings: dict[str, Any]) -> Any:
     torch.set_num_threads(1)
     model = load_model(resolve(MODEL), attn_implementation=ATTENTION)
     store = WeightStore(settings["store"], model.module)
+    atexit.register(store.close)
     store.publish(0, mint())
     version = 0
 
@@ -117,7 +120,9 @@ def follower(settings: dict[str, Any]) -> Any:
     """The side that generates."""
     torch.set_num_threads(1)
     model = load_model(resolve(MODEL), attn_implementation=ATTENTION)
-    following = follow(model, settings["store"], EngineConfig(max_sequences=8, context_length=512))
+    # No prefix cache, so that memory grows by weights alone.
+    config = EngineConfig(max_sequences=8, context_length=512, prefix_cache_mb=0)
+    following = follow(model, settings["store"], config)
     engine = following.engine
     rng = random.Random(0)
 
@@ -131,19 +136,22 @@ def follower(settings: dict[str, Any]) -> Any:
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         """Decode for a while, or until `version` is there."""
-        steps, memory = [], [resident_mb()]
-        stopped = []
+        steps, memory, stopped, after = [], [], [], []
+        switched = False
         until = time.perf_counter() + request["seconds"]
         while engine.version < request["version"] or time.perf_counter() < until:
             steps.append(step())
+            if switched:
+                after.append(steps[-1])
+            memory.append(resident_mb())
             started = time.perf_counter()
-            if following.poll():
+            switched = following.poll()
+            if switched:
                 stopped.append(time.perf_counter() - started)
-                memory.append(resident_mb())
         return {
             "steps": steps,
             "stopped": stopped,
-            "switch_s": following.last_switch_s,
+            "after": after,
             "pack_s": following.last_pack_s,
             "memory_mb": memory,
         }

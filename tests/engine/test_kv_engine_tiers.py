@@ -10,7 +10,6 @@ import torch
 from engine_cases import (
     CONTEXT,
     Request,
-    assert_clean,
     random_prompt,
     run,
     step,
@@ -18,8 +17,6 @@ from engine_cases import (
     tiny_engine,
     tiny_model,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from headrace.config import EngineConfig
 from headrace.engine import Engine
@@ -194,73 +191,6 @@ def test_damage_in_every_tier_costs_time_only(tmp_path: Path) -> None:
         for i, prompt in enumerate(prompts):
             assert same(answer(engine, prompt, i), expected[i])
         engine.close()
-
-
-@given(
-    operations=st.lists(
-        st.one_of(
-            st.tuples(st.just("turn"), st.integers(0, 2)),
-            st.tuples(st.just("step"), st.integers(1, 6)),
-            st.tuples(st.just("switch"), st.integers(1, 2)),
-            st.tuples(st.sampled_from(["evict device", "evict host", "restart"]), st.just(0)),
-        ),
-        min_size=4,
-        max_size=14,
-    ),
-    keep=st.booleans(),
-)
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
-def test_updates_and_restarts_between_any_two_steps(
-    tmp_path_factory: pytest.TempPathFactory, operations: list[tuple[str, int]], keep: bool
-) -> None:
-    """Against an engine without a cache that is driven in the same way, token for token."""
-    folder = tmp_path_factory.mktemp("kv")
-    mode = {"kv_on_update": "keep" if keep else "recompute"}
-    engines = [tiered(folder, **mode), tiny_engine(prefix_cache_mb=0, **mode)]
-    sessions = [random_prompt(i, 9) for i in range(3)]
-    requests: list[dict[object, Request]] = [{}, {}]
-    count = 0
-
-    def finish() -> None:
-        for engine, mine in zip(engines, requests, strict=True):
-            run(engine, mine)
-        for key, request in requests[0].items():
-            other = requests[1][key]
-            # An engine without a cache starts later tokens at other steps, so that a switch may meet it elsewhere.
-            if request.versions == other.versions and not any(request.mixed) and not any(other.mixed):
-                assert same(request, other)
-        for mine in requests:
-            mine.clear()
-
-    for name, value in operations:
-        if name == "turn" and len(sessions[value]) < CONTEXT - 8:
-            for engine, mine in zip(engines, requests, strict=True):
-                request = Request(sessions[value], Sampling(max_tokens=3, ignore_eos=True), value)
-                engine.submit(count, request.prompt, request.sampling, random_key=value, keep_kv=True)
-                mine[count] = request
-            sessions[value] = [*sessions[value], *random_prompt(count, 4)]
-            count += 1
-        elif name == "step":
-            for engine, mine in zip(engines, requests, strict=True):
-                for _ in range(value):
-                    step(engine, mine)
-        elif name == "switch":
-            for engine in engines:
-                switch(engine, engine.version + value)
-        elif name == "evict device":
-            engines[0].directory.evict(DEVICE, 1 << 30)
-        elif name == "evict host":
-            engines[0].directory.evict(HOST, 1 << 30)
-        elif name == "restart":
-            finish()
-            version = engines[0].version
-            engines[0].close()
-            engines[0] = tiered(folder, **mode)
-            if version:
-                switch(engines[0], version)
-    finish()
-    assert_clean(engines[0])
-    engines[0].close()
 
 
 def test_settings_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from store_cases import Child, child, fill, remove, store_name
 from torch import nn
 
 from headrace.errors import HeadraceError, LineStuckError, UserError
-from headrace.state import shared_memory
+from headrace.state import shared_memory, weights
 from headrace.state.shared_memory import SharedMemoryError, segment_path
 from headrace.state.weights import PinnedWeights, WeightReader, WeightStore, remove_abandoned
 
@@ -363,3 +363,28 @@ def test_abandoned_stores_can_be_removed_and_others_stay(name: str) -> None:
     reader.close()
     assert name in remove_abandoned()
     assert not segment_path(name).exists()
+
+
+def test_a_new_store_gives_back_what_a_killed_one_left(name: str) -> None:
+    WeightStore(f"{name}-killed", nn.Linear(4, 4))._segment.close()
+    assert segment_path(f"{name}-killed").exists()
+    with WeightStore(name, nn.Linear(4, 4)):
+        assert not segment_path(f"{name}-killed").exists()
+
+
+def test_a_store_that_is_removed_while_it_is_taken_over_is_made_anew(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = nn.Linear(4, 4)
+    WeightStore(name, module)._segment.close()
+    lock = weights.try_lock
+
+    def removed_first(file: int, byte: int, *, exclusive: bool) -> bool:
+        monkeypatch.setattr(weights, "try_lock", lock)
+        assert remove_abandoned() == [name]
+        return lock(file, byte, exclusive=exclusive)
+
+    monkeypatch.setattr(weights, "try_lock", removed_first)
+    with WeightStore(name, module) as store:
+        store.publish(0, "w0")
+        assert WeightReader(name).newest() == store.published

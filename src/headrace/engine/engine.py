@@ -300,7 +300,8 @@ class Engine:
         """The shared parameters are now those of `version`. Repacks them and deals with KV of the old ones.
 
         Args:
-            prepared: weights that `forward.prepare` has packed; given, they become the parameters.
+            prepared: weights that `forward.prepare` has packed. Given, they are used from now on, and the module's
+                parameters show them after `forward.show`.
         """
         if prepared is None:
             self.forward.repack()

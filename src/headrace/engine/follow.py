@@ -5,7 +5,8 @@ the engine then switches by changing pointers. Parameters are views of the share
 
 Invariants
 * Weights change only inside `poll` and `wait`, so between two steps.
-* The version that the engine uses stays pinned until the switch away from it.
+* The version that the engine uses stays pinned until the switch away from it. Its pin is given up in the background
+  too, once the module's parameters show the new one.
 * At most two versions are pinned and at most two packed.
 * A version that is damaged is never used: the engine goes on with the one it has, `refused` counts it, and a warning
   says so once.
@@ -57,7 +58,7 @@ class WeightFollower:
         max_pack_s: the longest that packing a version may take; past it `poll` raises.
 
     Attributes:
-        last_switch_s: how long the last switch stopped decoding.
+        last_switch_s: how long the last switch stopped decoding, in seconds.
         last_pack_s: how long the last version was checked and packed, in the background.
         switches, refused: versions that were taken and that were not.
     """
@@ -75,6 +76,7 @@ class WeightFollower:
         self._packer = ThreadPoolExecutor(1, thread_name_prefix="headrace-packing")
         self._packing: Future[tuple[PinnedWeights, Prepared, float]] | None = None
         self._packing_since = 0.0
+        self._leaving: Future[None] | None = None
         self._complaint = ""
 
     @property
@@ -88,6 +90,9 @@ class WeightFollower:
         Raises:
             LineStuckError: packing takes longer than `max_pack_s`.
         """
+        if self._leaving is not None and self._leaving.done():
+            leaving, self._leaving = self._leaving, None
+            leaving.result()
         if self._packing is None:
             self._look()
             return False
@@ -103,23 +108,21 @@ class WeightFollower:
             return False
         started = time.perf_counter()
         self.engine.update_weights(pinned.version, pinned.weights_id, prepared)
-        self._pinned.release()
-        self.last_switch_s = time.perf_counter() - started
+        self._leaving = self._packer.submit(self._leave, self._pinned, prepared)
         self._pinned = pinned
+        self.last_switch_s = time.perf_counter() - started
         self.switches += 1
         self._complaint = ""
-        # The next one may be there already.
-        self._look()
         return True
 
     def wait(self, version: int, timeout_s: float) -> None:
-        """Poll until the engine uses `version` or a later one.
+        """Poll until the engine uses `version` or a later one, and the module's parameters show it.
 
         Raises:
             LineStuckError: it does not within the time.
         """
         deadline = time.monotonic() + timeout_s
-        while self.engine.version < version:
+        while self.engine.version < version or self._leaving is not None:
             if time.monotonic() >= deadline:
                 raise LineStuckError(
                     f"weights version {version} of {self.reader.name!r} did not come within {timeout_s:g} s; "
@@ -175,6 +178,11 @@ class WeightFollower:
         finally:
             # For threads that start later: PyTorch gives them what was set last.
             torch.set_num_threads(threads)
+
+    def _leave(self, old: PinnedWeights, prepared: Prepared) -> None:
+        """In the packing thread: hundreds of tensors are touched here that decoding need not wait for."""
+        self.engine.forward.show(prepared)
+        old.release()
 
 
 def attach(model: LoadedModel, reader: WeightReader, timeout_s: float = 60.0) -> PinnedWeights:

@@ -7,8 +7,8 @@ kernels.
 Invariants
 * Both give the module's own logits for the parameters at the last `repack` or `switch`, to within the rounding of the
   weight format.
-* `prepare` changes nothing that a call reads; it may run in another thread, one at a time. At most two packed sets of
-  weights exist.
+* `prepare` and `show` change nothing that a call reads; they may run in another thread, one at a time. At most two
+  packed sets of weights exist.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ class Forward(Protocol):
         """
 
     def switch(self, prepared: Prepared) -> None:
-        """Use prepared weights from the next call on; the module's parameters then show them too."""
+        """Use prepared weights from the next call on."""
+
+    def show(self, prepared: Prepared) -> None:
+        """After `switch`: let the module's parameters show these weights too, where the forward does not read them."""
 
 
 def make_forward(
@@ -143,6 +146,9 @@ class ModuleForward:
         assign(self._targets, prepared.tensors)
         self._spare = use_packed(self.module, prepared.packed)
 
+    def show(self, prepared: Prepared) -> None:
+        """Nothing is left to do: it computes with the module's parameters."""
+
 
 class LlamaForward:
     """Llama-shaped layers in native kernels, with merged and packed projections. float32 on the CPU.
@@ -201,9 +207,11 @@ class LlamaForward:
         return Prepared(tensors, self._pack(tensors, spare))
 
     def switch(self, prepared: Prepared) -> None:
-        assign(self._targets, prepared.tensors)
         prepared.packed.scratch = self._kernel.scratch
         self._spare, self._kernel = self._kernel, prepared.packed
+
+    def show(self, prepared: Prepared) -> None:
+        assign(self._targets, prepared.tensors)
 
     def _pack(self, tensors: Mapping[str, Tensor], spare: LlamaKernel | None) -> LlamaKernel:
         """The kernel over these weights, packed into the memory of `spare` where there is one."""

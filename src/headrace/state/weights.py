@@ -48,6 +48,7 @@ from headrace.state.shared_memory import (
 from headrace.state.tiers.locks import try_lock, unlock
 
 _RETRY_S = 0.002
+_REMOVAL_S = 0.1
 
 
 def content_digest(module: nn.Module) -> str:
@@ -69,7 +70,7 @@ class WeightStore:
     """The publisher of a module's weights under a name. A new store holds nothing before the first `publish`.
 
     What a dead publisher of the same model left is taken over: its readers go on with its last version (`published`)
-    until the next one. What it left of another model is replaced.
+    until the next one. What it left of another model is replaced. A new store removes what nobody uses any more.
 
     Args:
         module: its parameters and persistent buffers are what is published; whoever owns it changes them in place.
@@ -182,12 +183,17 @@ class WeightStore:
         except SharedMemoryError:
             path.unlink(missing_ok=True)
             return None
-        if not try_lock(segment.file, PUBLISHER, exclusive=True):
-            segment.close()
-            raise UserError(
-                f"another process publishes weights as {self.name!r}; choose another name, or end it"
-            )
+        # `remove_abandoned` holds it for a moment.
+        deadline = time.monotonic() + _REMOVAL_S
+        while not try_lock(segment.file, PUBLISHER, exclusive=True):
+            if time.monotonic() >= deadline:
+                segment.close()
+                raise UserError(
+                    f"another process publishes weights as {self.name!r}; choose another name, or end it"
+                )
+            time.sleep(_RETRY_S)
         try:
+            segment.check()
             segment.newest()
             if segment.layout == self._layout:
                 return segment
@@ -198,6 +204,8 @@ class WeightStore:
         return None
 
     def _create(self) -> Segment:
+        # Nobody else gives back the memory of a publisher that was killed.
+        remove_abandoned()
         try:
             return Segment.create(segment_path(self.name), self._layout)
         except FileExistsError:
@@ -352,7 +360,9 @@ def remove_abandoned() -> list[str]:
             segment = Segment.open(segment_path(name))
         except (OSError, SharedMemoryError, UserError):
             continue
-        if not any(segment.held(byte) for byte in (PUBLISHER, *map(reader_byte, range(READERS)))):
+        # The lock keeps others from taking it over meanwhile.
+        mine = try_lock(segment.file, PUBLISHER, exclusive=True)
+        if mine and not any(segment.held(reader_byte(i)) for i in range(READERS)):
             segment.path.unlink(missing_ok=True)
             removed.append(name)
         segment.close()
