@@ -30,19 +30,7 @@ DECODE_STEPS = 4
 MOST_SEQUENCES = 64
 LIMIT_S = 120.0
 
-SETTINGS = f"""
-[model]
-name = "tiny-random"
-
-[environment]
-name = "{peers.BENCHMARKS / "letters.py"}:Letters"
-
-[sampling]
-max_tokens = 48
-
-[trainer]
-learning_rate = 1e-4
-
+MORE = f"""
 [engine]
 max_sequences = {MOST_SEQUENCES}
 
@@ -61,8 +49,7 @@ def measure(rows: Sequence[str]) -> dict[str, report.Row]:
     """One run, killed `KILLS` times, then finished and replayed."""
     del rows
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        config, run_dir = Path(scratch) / "small.toml", Path(scratch) / "run"
-        config.write_text(SETTINGS, encoding="utf-8")
+        config, run_dir = runs.small_config(Path(scratch), MORE), Path(scratch) / "run"
         kills = killed_run(config, run_dir)
         steps = replayed(run_dir)
         details = kills | _books(run_dir, kills["start_s"])

@@ -11,27 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peers, report, runs
+from benchmarks import report, runs
 
 ROWS = ("memory_flat",)
 TARGET = 0.03
 STEPS = 200
 WARM_UP = 50
 """Steps in which buffers are made and lengths are met for the first time."""
-
-SETTINGS = f"""
-[model]
-name = "tiny-random"
-
-[environment]
-name = "{peers.BENCHMARKS / "letters.py"}:Letters"
-
-[sampling]
-max_tokens = 64
-
-[trainer]
-learning_rate = 1e-4
-"""
 
 
 def measure(rows: Sequence[str]) -> dict[str, report.Row]:
@@ -47,8 +33,7 @@ def measure(rows: Sequence[str]) -> dict[str, report.Row]:
 def small_run(steps: int) -> list[float]:
     """Resident memory in MB after each step of a run in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        config = Path(scratch) / "small.toml"
-        config.write_text(SETTINGS, encoding="utf-8")
+        config = runs.small_config(Path(scratch))
         metrics = runs.train(config, Path(scratch) / "run", steps=steps, what="memory_flat")
     return [float(step["memory_mb"]) for step in metrics]
 

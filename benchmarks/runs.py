@@ -23,6 +23,21 @@ from benchmarks import peers, report
 ADDITION = peers.BENCHMARKS.parent / "examples" / "addition.toml"
 """The task that most rows train on."""
 
+SMALL = f"""
+[model]
+name = "tiny-random"
+
+[environment]
+name = "{peers.BENCHMARKS / "letters.py"}:Letters"
+
+[sampling]
+max_tokens = 64
+
+[trainer]
+learning_rate = 1e-4
+"""
+"""A task for what does not depend on the model: steps take a fraction of a second."""
+
 INT8 = ("engine.weight_format=int8", "algorithm.ratio=proximal")
 """Overrides for quantised rollouts: the loss then corrects for the generator's policy being another one."""
 
@@ -47,6 +62,13 @@ def program() -> str:
 def threads() -> dict[str, str]:
     """What makes a process compute with every core."""
     return {"OMP_NUM_THREADS": str(report.cores())}
+
+
+def small_config(folder: Path, more: str = "") -> Path:
+    """`SMALL` as a settings file in `folder`, followed by `more` sections."""
+    config = folder / "small.toml"
+    config.write_text(SMALL + more, encoding="utf-8")
+    return config
 
 
 def train(

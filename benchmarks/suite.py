@@ -48,6 +48,7 @@ MODULES = (
     "crash",
     "kv",
     "two",
+    "damage",
 )
 
 FALL = 0.1

@@ -58,10 +58,10 @@ def _publishes() -> dict[str, Any]:
         _worker({"part": "publisher", "store": store}) as publisher,
         _worker({"part": "follower", "store": store}) as follower,
     ):
-        follower.ask({"version": 0, "seconds": 3.0}, timeout_s=LIMIT_S)
+        answers.append(follower.ask({"version": 0, "steps": 150}, timeout_s=LIMIT_S))
         for version in range(1, PUBLISHES + 1):
             published.append(publisher.ask({}, timeout_s=LIMIT_S)["seconds"])
-            answers.append(follower.ask({"version": version, "seconds": 1.0}, timeout_s=LIMIT_S))
+            answers.append(follower.ask({"version": version, "steps": 20}, timeout_s=LIMIT_S))
     return {"publish_s": published, "follower": answers}
 
 

@@ -30,7 +30,7 @@ def picture(run_dir: Path) -> str:
     console = Console(record=True, width=100, file=io.StringIO(), force_terminal=True)
     console.print("$ headrace train examples/addition.toml", highlight=False)
     if before is not None:
-        console.print(f"held-out accuracy before training: {evaluation_text(before)}", highlight=False)
+        console.print(f"held-out reward before training: {evaluation_text(before)}", highlight=False)
     display = LiveDisplay(console, "runs/addition-001")
     display.on_status(
         LineStatus(

@@ -6,7 +6,7 @@ Settings: `part`, one of
               by an engine and a prefilling process on one core each. A request: `sequences`, `tokens`, `prompt`,
               `every_s`. -> the seconds between two tokens of each sequence.
     publisher publishes weights in shared memory; a request changes and publishes them. -> seconds
-    follower  decodes and follows `store`. A request: `version` to reach, `seconds` to decode at least. -> seconds of
+    follower  decodes and follows `store`. A request: `version` to reach, `steps` to decode after that. -> seconds of
               every step, seconds that decoding stopped per switch, those of the step after it, and memory in MB after
               every step
 """
@@ -138,8 +138,9 @@ def follower(settings: dict[str, Any]) -> Any:
         """Decode for a while, or until `version` is there."""
         steps, memory, stopped, after = [], [], [], []
         switched = False
-        until = time.perf_counter() + request["seconds"]
-        while engine.version < request["version"] or time.perf_counter() < until:
+        left = request["steps"]
+        while engine.version < request["version"] or left:
+            left -= engine.version == request["version"]
             steps.append(step())
             if switched:
                 after.append(steps[-1])

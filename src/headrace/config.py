@@ -294,7 +294,7 @@ class LineConfig(Section):
 
 
 class EvalConfig(Section):
-    """`[eval]`: held-out accuracy before and after training."""
+    """`[eval]`: held-out reward before and after training."""
 
     tasks: int = Field(
         64, ge=0, description="Held-out tasks to answer greedily, at most; 0 measures nothing."

@@ -39,11 +39,11 @@ def test_train_says_what_came_of_it(trained: tuple[Path, Any]) -> None:
         "step 2/3",
         "step 3/3",
     ]
-    assert "held-out accuracy before training: " in called.out
+    assert "held-out reward before training: " in called.out
     summary = dict(re.split(r"\s{2,}", line, maxsplit=1) for line in lines[-6:])
     metrics = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     before, after = (
-        json.loads((run_dir / f"evaluation-{name}.json").read_text())["accuracy"]
+        json.loads((run_dir / f"evaluation-{name}.json").read_text())["reward"]
         for name in ("before", "after")
     )
     assert summary["held-out before"] == f"{before:.3f} on 4 tasks"
@@ -77,7 +77,7 @@ def test_eval_of_a_run_is_what_the_run_measured(trained: tuple[Path, Any], call:
     called = call("eval", run_dir)
     assert called.code == 0, called.err
     after = json.loads((run_dir / "evaluation-after.json").read_text())
-    assert f"held-out accuracy {after['accuracy']:.3f} on 4 tasks" in called.out
+    assert f"held-out reward {after['reward']:.3f} on 4 tasks" in called.out
     assert "4 of 4 tasks" in called.out
     assert all(task["prompt"] in called.out for task in after["tasks"])
 
@@ -85,7 +85,7 @@ def test_eval_of_a_run_is_what_the_run_measured(trained: tuple[Path, Any], call:
 def test_eval_of_a_checkpoint(trained: tuple[Path, Any], call: Call) -> None:
     called = call("eval", trained[0], "--checkpoint", 2)
     assert called.code == 0, called.err
-    assert "held-out accuracy" in called.out
+    assert "held-out reward" in called.out
     called = call("eval", trained[0], "--checkpoint", 1)
     assert called.code == 2
     assert "no checkpoint of step 1; choose one of its checkpoints with --checkpoint: 2, 3" in called.err
@@ -93,9 +93,9 @@ def test_eval_of_a_checkpoint(trained: tuple[Path, Any], call: Call) -> None:
 
 def test_eval_of_settings(trained: tuple[Path, Any], config: Path, call: Call) -> None:
     called = call("eval", config)
-    before = json.loads((trained[0] / "evaluation-before.json").read_text())["accuracy"]
+    before = json.loads((trained[0] / "evaluation-before.json").read_text())["reward"]
     assert called.code == 0, called.err
-    assert f"held-out accuracy {before:.3f} on 4 tasks" in called.out
+    assert f"held-out reward {before:.3f} on 4 tasks" in called.out
     config.write_text(config.read_text().replace("tasks = 4", "tasks = 0"))
     called = call("eval", config)
     assert called.code == 2

@@ -68,7 +68,7 @@ def evaluation(rewards: list[float | None]) -> Evaluation:
     valid = [reward for reward in rewards if reward is not None]
     return Evaluation(
         step=0,
-        accuracy=sum(valid) / len(valid) if valid else math.nan,
+        reward=sum(valid) / len(valid) if valid else math.nan,
         tasks=[EvaluatedTask("p", "c", reward) for reward in rewards],
         failed=len(rewards) - len(valid),
     )
@@ -154,7 +154,7 @@ def test_live_display_shows_the_run_and_messages_above_it() -> None:
         assert part in shown, shown
     everything = text(recorded)
     assert "task 3 is skipped" in everything
-    assert "held-out accuracy before training: 0.500 on 2 tasks" in everything
+    assert "held-out reward before training: 0.500 on 2 tasks" in everything
     # What stays knows of the step after the last status.
     last = everything[everything.rindex("runs/addition-001") :]
     assert "3 of 15" in last

@@ -12,11 +12,21 @@ from multiprocessing.connection import Connection
 
 import pytest
 import torch
-from engine_cases import Request, assert_clean, check_request, random_prompt, set_version, tiny_model
+from engine_cases import (
+    Request,
+    assert_clean,
+    check_request,
+    random_prompt,
+    run,
+    set_version,
+    step,
+    switch,
+    tiny_model,
+)
 from store_cases import store_name
 
 from headrace.config import EngineConfig
-from headrace.engine import Engine, TokenEvent
+from headrace.engine import Engine, TokenEvent, scheduler
 from headrace.engine.follow import WeightFollower, attach
 from headrace.engine.handoff import DisaggregatedEngine
 from headrace.engine.prefill import Answer, Prefiller, Progress, Prompt, Ready, Refused, packed_tokens
@@ -152,6 +162,72 @@ def test_what_waits_can_be_aborted_reprioritised_and_not_submitted_twice(
     end(engine)
 
 
+def copying(
+    started: Started, monkeypatch: pytest.MonkeyPatch, **settings: object
+) -> tuple[DisaggregatedEngine, dict[object, Request]]:
+    """An engine in which "short" decodes and two requests of one long prompt have begun to copy their KV."""
+    monkeypatch.setattr(scheduler, "ARRIVING_TOKENS", 30)
+    pair = Pair(started.folder)
+    engine = Pair(started.folder, tiny_model("float32"), pair.weights_id).engine(**settings)
+    made: dict[object, Request] = {
+        "short": Request(PROMPTS[1], Sampling(max_tokens=60, ignore_eos=True), key=1),
+        "long": Request(PROMPTS[0], Sampling(max_tokens=6, ignore_eos=True), key=2),
+        "again": Request(PROMPTS[0], Sampling(max_tokens=6, ignore_eos=True), key=3),
+    }
+    made["short"].submit(engine, "short")
+    step(engine, made)
+    for name in ("long", "again"):
+        made[name].submit(engine, name)
+    while not any(handoff.copying for handoff in engine._handoffs.values()):
+        engine._exchange(0.05)
+    return engine, made
+
+
+@pytest.mark.parametrize("cache", [0, 1])
+def test_kv_is_taken_over_in_pieces_while_others_decode(
+    started: Started, monkeypatch: pytest.MonkeyPatch, cache: int
+) -> None:
+    engine, made = copying(started, monkeypatch, prefix_cache_mb=cache)
+    moved = []
+    write = engine.slots.write
+    monkeypatch.setattr(engine.slots, "write", lambda *a: (moved.append(a[3]), write(*a)))
+    while any(handoff.copying for handoff in engine._handoffs.values()):
+        moved.append(0)
+        assert "short" in {event.request_id for event in step(engine, made)}
+    assert moved.count(0) == -(-2 * 199 // 30)
+    assert sum(moved) == 2 * 199
+    run(engine, made)
+    for request in made.values():
+        check_request(request, "float32")
+    end(engine)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "keep"])
+def test_weights_that_change_while_kv_is_taken_over_mean_local_prefill(
+    started: Started, monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    engine, made = copying(started, monkeypatch, kv_on_update=mode)
+    for _ in range(3):
+        step(engine, made)
+    switch(engine, 1, "float32")
+    run(engine, made)
+    for name in ("long", "again"):
+        check_request(made[name], "float32")
+        assert made[name].versions == [1] * 6
+        assert not any(made[name].mixed)
+    end(engine)
+
+
+def test_what_copies_can_be_aborted(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, made = copying(started, monkeypatch)
+    step(engine, made)
+    assert engine.abort("long")
+    run(engine, made)
+    assert made["long"].token_ids == []
+    check_request(made["again"], "float32")
+    end(engine)
+
+
 def test_weights_that_changed_meanwhile_mean_local_prefill(
     started: Started, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -160,12 +236,13 @@ def test_weights_that_changed_meanwhile_mean_local_prefill(
     for number, request in made.items():
         request.submit(engine, number)
     # Let one prompt be ready and not yet taken over, which happens when there is no room.
-    adopt, engine.adopt = engine.adopt, lambda *_: False  # type: ignore[method-assign]
+    waiting = engine.scheduler
+    adopt, waiting.adopt = waiting.adopt, lambda *_: False  # type: ignore[method-assign]
     for _ in range(200):
         engine._exchange(0.05)
         if any(h.ready for h in engine._handoffs.values()):
             break
-    engine.adopt = adopt  # type: ignore[method-assign]
+    waiting.adopt = adopt  # type: ignore[method-assign]
     set_version(engine.model.module, 1, "float32")
     engine.update_weights(1, "w1")
     assert engine.handoffs.stale >= 1

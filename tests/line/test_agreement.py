@@ -161,7 +161,7 @@ def test_one_extreme_token_stops_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.kernels
-def test_accuracy_is_that_of_the_weights_that_are_saved(tmp_path: Path) -> None:
+def test_the_held_out_reward_is_that_of_the_weights_that_are_saved(tmp_path: Path) -> None:
     config = settings(eval={"tasks": 6}, algorithm={"ratio": "proximal"}, engine={"weight_format": "int8"})
     plain = settings(eval={"tasks": 6})
     with prepare(plain) as workplace:

@@ -244,7 +244,7 @@ def test_a_torn_last_line_is_dropped(
     with (folder.path / "metrics.jsonl").open("ab") as stream:
         stream.write(torn)
     folder.rewind(2)
-    assert "line 2 is not readable" in caplog.text
+    assert "a line is not readable" in caplog.text
     folder.append_metrics({"step": 2})
     assert [line["step"] for line in lines(folder.path / "metrics.jsonl")] == [1, 2]
 

@@ -123,25 +123,6 @@ def test_events_have_their_time(journal: Journal) -> None:
     assert first.at == pytest.approx(time.time(), abs=60)
 
 
-def test_truncate_forgets_the_end(journal: Journal, path: Path) -> None:
-    for number in range(6):
-        journal.record("a", {"number": number})
-    journal.commit()
-    journal.record("never", {})
-    journal.truncate(4)
-    assert journal.last_seq == 4
-    journal.record("b", {})
-    assert journal.commit() == 5
-    assert [kind for _, kind, _ in contents(path)] == ["a"] * 4 + ["b"]
-    with pytest.raises(ValueError, match="cannot cut"):
-        journal.truncate(6)
-    journal.truncate(0)
-    assert contents(path) == []
-    journal.record("c", {})
-    journal.commit()
-    assert contents(path) == [(1, "c", {})]
-
-
 def test_closing_drops_what_was_not_committed(path: Path) -> None:
     journal = Journal.open(path)
     journal.record("a", {})
@@ -161,7 +142,6 @@ def test_readers_follow_a_writer_and_never_hold_it_up(journal: Journal, path: Pa
     next(reading)
     journal.record("late", {})
     journal.commit()
-    journal.truncate(journal.last_seq)  # takes the writer's lock
     assert [event.kind for event in reading][-1] == "late"
     assert reader.last_seq == journal.last_seq
     journal.close()  # while the reader is there
@@ -177,8 +157,6 @@ def test_a_reader_writes_nothing(path: Path) -> None:
     reader = Journal.open(path, read_only=True)
     with pytest.raises(RuntimeError, match="read only"):
         reader.record("a", {})
-    with pytest.raises(RuntimeError, match="read only"):
-        reader.truncate(0)
     reader.close()
     assert path.read_bytes() == before
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]

@@ -18,8 +18,6 @@ from kv_cases import (
     make_disk,
     make_host,
     restored,
-    rows_of,
-    slot,
 )
 
 from headrace.state.directory import BRING_BACK_BLOCKS, Directory
@@ -179,17 +177,6 @@ def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
     assert places(second)[DEVICE] == 20
     second.cache.check_integrity()
     assert restored(second, CHAIN) == 20
-
-
-def test_publish_stores_from_the_slot_without_the_device(whole: Directory) -> None:
-    views = slot()
-    for view, rows in zip(views, rows_of(CHAIN), strict=True):
-        view[:, :20] = rows
-    assert whole.publish(CHAIN[:18], views, HOST) == 16
-    assert whole.cache.used_bytes == 0
-    assert restored(whole, CHAIN) == 16
-    (report,) = kv_report("test", Path("/nowhere")) or ({"blocks": None},)
-    assert report["blocks"] is None  # it lies in another folder
 
 
 def test_an_expected_session_comes_back_from_disk_before_its_time(whole: Directory) -> None:

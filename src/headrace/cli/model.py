@@ -39,7 +39,7 @@ def evaluate(
         typer.Option(metavar="N", help="The run's checkpoint of step N instead of its final model."),
     ] = None,
 ) -> None:
-    """Measure held-out accuracy with greedy answers, and show some of them."""
+    """Measure held-out reward with greedy answers, and show some of them."""
     console = Console()
     if not target.is_dir() and checkpoint is None:
         Config.load(target)  # a wrong setting shows before the libraries load
@@ -49,7 +49,7 @@ def evaluate(
     with logged(console):
         evaluation = candidate(target, checkpoint).evaluate()
     console.print(_completions(evaluation))
-    say(console, f"held-out accuracy {evaluation_text(evaluation)}")
+    say(console, f"held-out reward {evaluation_text(evaluation)}")
 
 
 def _completions(evaluation: Evaluation) -> Table:

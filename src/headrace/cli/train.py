@@ -53,7 +53,7 @@ def train(
         Path | None, typer.Option(metavar="DIR", help="Continue the run in this folder.")
     ] = None,
 ) -> None:
-    """Train a model, and measure held-out accuracy before and after.
+    """Train a model, and measure held-out reward before and after.
 
     Ctrl-C once (or SIGTERM): finish the unit of work, write a checkpoint, say how to resume.
 

@@ -20,7 +20,6 @@ from typing import Any
 import psutil
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from headrace.config import EngineConfig, describe
 from headrace.engine.forward import Prepared, make_forward
@@ -260,8 +259,9 @@ class Engine:
         self.directory.tick()
         plan = self.scheduler.plan()
         if plan.empty:
-            if self.num_unfinished:
+            if self.num_unfinished and not any(s.arriving for s in self.scheduler.running):
                 raise RuntimeError("the engine has requests but nothing to run")
+            self.last_decoded = self.last_prefilled = 0
             return []
         self.last_decoded = len(plan.decodes)
         self.last_prefilled = sum(tokens for _, tokens in plan.chunks)
@@ -315,7 +315,7 @@ class Engine:
         self.directory.retire(old)
         # From the last slot on: giving up a slot in the middle would move another one's KV into it.
         for sequence in sorted(self.scheduler.running, key=lambda s: s.slot or 0, reverse=True):
-            if self.config.kv_on_update == "recompute":
+            if self.config.kv_on_update == "recompute" or sequence.arriving:
                 self.scheduler.preempt(sequence)
             elif sequence.computed:
                 sequence.mixed = True
@@ -335,29 +335,6 @@ class Engine:
     def close(self) -> None:
         """Let go of shared memory and disk, where KV worth keeping is written first. No step may follow."""
         self.directory.close()
-
-    def adopt(self, sequence: EngineSequence, rows: Sequence[Tensor], count: int) -> bool:
-        """Start a sequence over KV that another engine computed under the same weights.
-
-        Args:
-            sequence: one that the scheduler does not hold.
-            rows: one tensor [planes, >= count, D] per buffer of the slots; copied.
-            count: leading tokens whose KV they are, fewer than the sequence has.
-
-        Returns:
-            False, and nothing has happened, while there is no room for it or a more urgent one waits for room.
-        """
-        full = self.slots.used == self.slots.max_sequences or not self.slots.can_grow(
-            len(sequence.token_ids) + 1
-        )
-        if full or any(other.order < sequence.order for other in self.scheduler.waiting):
-            return False
-        sequence.slot = self.slots.take()
-        self.scheduler.running.append(sequence)
-        self.slots.grow(sequence.slot, len(sequence.token_ids))
-        self.slots.write(sequence.slot, 0, rows, count)
-        sequence.computed = count
-        return True
 
     def generate(self, prompts: Sequence[Prompt] | str, sampling: Sampling | None = None) -> list[Output]:
         """Complete every prompt.

@@ -3,7 +3,8 @@
 Invariants
 * The tokens and log-probs are those of an engine that does it all by itself: KV is taken over only if it was computed
   under the same weights (`weights_id`), in the same format and layout. A prompt's last token is always computed here.
-* KV is copied once, from the other process's slot into this one's.
+* KV is copied once, from the other process's slot into this one's, a piece per step beside what decodes; the other
+  slot is given back when nobody here reads it any more.
 * A prefilling side that is dead, silent for `deadline_s` or refuses costs time and nothing else: its prompts are
   prefilled here, `handoffs` counts them, and a warning says so once.
 """
@@ -23,7 +24,7 @@ from headrace.engine.engine import Engine, TokenEvent
 from headrace.engine.forward import Prepared
 from headrace.engine.prefill import Drop, Geometry, Prompt, Ready, Refused, packed_tokens
 from headrace.engine.process import PrefillLost, PrefillProcess
-from headrace.engine.sequence import EngineSequence
+from headrace.engine.sequence import ArrivingKV, EngineSequence
 from headrace.engine.slots import map_buffers
 from headrace.errors import UserError
 from headrace.models import LoadedModel, load_model, resolve
@@ -57,13 +58,14 @@ class HandoffCounts:
 
 @dataclass(eq=False, slots=True)
 class _Handoff:
-    """A prompt that is prefilled elsewhere, and the requests that wait for it."""
+    """A prompt that is prefilled elsewhere, the requests that wait for it, and those that copy it now."""
 
     number: int
     tokens: tuple[int, ...]
     waiting: list[EngineSequence] = field(default_factory=list)
     sent: bool = False
     ready: Ready | None = None
+    copying: list[EngineSequence] = field(default_factory=list)
 
     @property
     def order(self) -> tuple[tuple[int, ...], int]:
@@ -178,8 +180,7 @@ class DisaggregatedEngine(Engine):
         handoff, sequence = found
         handoff.waiting.remove(sequence)
         self._detokenizers.pop(request_id, None)
-        if not handoff.waiting:
-            self._close_handoff(handoff)
+        self._close_unwanted(handoff)
         return True
 
     def set_priority(self, request_id: Hashable, priority: tuple[int, ...]) -> None:
@@ -194,10 +195,12 @@ class DisaggregatedEngine(Engine):
         if not super().num_unfinished and self._handoffs:
             # Nothing to decode: wait for a prompt, under the deadline that `_exchange` keeps.
             self._exchange(_IDLE_S)
-        if super().num_unfinished:
-            return super().step()
-        self.last_decoded = self.last_prefilled = 0
-        return []
+        if not super().num_unfinished:
+            self.last_decoded = self.last_prefilled = 0
+            return []
+        events = super().step()
+        self._close_copied()
+        return events
 
     def update_weights(self, version: int, weights_id: str, prepared: Prepared | None = None) -> None:
         super().update_weights(version, weights_id, prepared)
@@ -234,7 +237,8 @@ class DisaggregatedEngine(Engine):
 
     def _exchange(self, wait_s: float) -> None:
         """Hear the prefilling side, give it work, and take over what it has finished."""
-        if not self._handoffs:
+        self._close_copied()
+        if not self._handoffs or self.handoffs.reason:
             return
         try:
             self._send_prompts()
@@ -281,19 +285,19 @@ class DisaggregatedEngine(Engine):
         self._prefill_here(handoff)
 
     def _adopt_ready(self) -> None:
-        ready = [h for h in self._handoffs.values() if h.ready is not None]
+        ready = [h for h in self._handoffs.values() if h.ready is not None and h.waiting]
         for handoff in sorted(ready, key=lambda h: h.order):
             assert handoff.ready is not None
             slot, count = handoff.ready.slot, handoff.ready.count
-            rows = [source[slot, :, :count] for source in self._sources]
-            adopted = 0
+            arriving = ArrivingKV([source[slot, :, :count] for source in self._sources], count)
+            before = len(handoff.copying)
             for sequence in sorted(handoff.waiting, key=lambda s: s.order):
-                if not self.adopt(sequence, rows, count):
+                if not self.scheduler.adopt(sequence, arriving):
                     break
                 handoff.waiting.remove(sequence)
+                handoff.copying.append(sequence)
                 self.handoffs.adopted_tokens += count
-                adopted += 1
-            if not adopted:
+            if len(handoff.copying) == before:
                 continue
             self.handoffs.adopted += 1
             if handoff.waiting and not self.directory.enabled:
@@ -305,7 +309,17 @@ class DisaggregatedEngine(Engine):
         """Queue what still waits for a prompt here."""
         self.scheduler.waiting.extend(handoff.waiting)
         handoff.waiting = []
-        self._close_handoff(handoff)
+        self._close_unwanted(handoff)
+
+    def _close_copied(self) -> None:
+        for handoff in list(self._handoffs.values()):
+            if handoff.copying:
+                handoff.copying = [sequence for sequence in handoff.copying if sequence.arriving]
+                self._close_unwanted(handoff)
+
+    def _close_unwanted(self, handoff: _Handoff) -> None:
+        if not handoff.waiting and not handoff.copying:
+            self._close_handoff(handoff)
 
     def _close_handoff(self, handoff: _Handoff) -> None:
         del self._handoffs[handoff.number]

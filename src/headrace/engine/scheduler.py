@@ -5,6 +5,7 @@ Invariants
 * The KV reserved for running sequences stays within the slots' capacity. When it would not, the least urgent
   running sequence is preempted: it goes back to the queue with its tokens and computes its KV again later.
 * The most urgent sequence always makes progress, since the capacity holds at least one whole context.
+* While anything decodes, a step copies at most `ARRIVING_TOKENS` of KV that comes from another engine.
 * A prefix is prefilled once: a sequence whose prompt another one is prefilling right now waits for that KV.
 """
 
@@ -13,9 +14,12 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from headrace.engine.sequence import EngineSequence, shared_prefix
+from headrace.engine.sequence import ArrivingKV, EngineSequence, shared_prefix
 from headrace.engine.slots import KVSlots
 from headrace.state.directory import Directory
+
+ARRIVING_TOKENS = 128
+"""Tokens whose KV one step copies beside decoding: few enough not to be felt."""
 
 
 @dataclass(slots=True)
@@ -70,14 +74,15 @@ class Scheduler:
         plan = Plan()
         budget = self.max_batch_tokens
         self.running.sort(key=lambda s: s.order)
+        self._take_arriving()
         for sequence in list(self.running):
-            if sequence.slot is None:
-                continue  # preempted for a more urgent one in this very loop
+            if sequence.slot is None or sequence.arriving:
+                continue  # preempted for a more urgent one in this very loop, or not here yet
             if sequence.pending == 1 and self._reserve(sequence, len(sequence.token_ids)):
                 plan.decodes.append(sequence)
                 budget -= 1
         for sequence in list(self.running):
-            if sequence.slot is None or sequence.pending <= 1 or budget <= 0:
+            if sequence.slot is None or sequence.arriving or sequence.pending <= 1 or budget <= 0:
                 continue
             budget -= self._add_chunk(plan, sequence, budget)
         # What was preempted above computes nothing in this step, even if it is admitted again below.
@@ -85,6 +90,40 @@ class Scheduler:
         plan.chunks = [(s, tokens) for s, tokens in plan.chunks if s.slot is not None]
         self._admit(plan, budget)
         return plan
+
+    def adopt(self, sequence: EngineSequence, arriving: ArrivingKV) -> bool:
+        """Run a sequence that is not held here over KV from elsewhere, which the next plans copy.
+
+        Returns:
+            False, and nothing has happened, while there is no room for it or a more urgent one waits for room.
+        """
+        full = self.slots.used == self.slots.max_sequences
+        if full or not self.slots.can_grow(len(sequence.token_ids) + 1):
+            return False
+        if any(other.order < sequence.order for other in self.waiting):
+            return False
+        sequence.slot = self.slots.take()
+        self.slots.grow(sequence.slot, len(sequence.token_ids))
+        sequence.arriving = arriving
+        self.running.append(sequence)
+        return True
+
+    def _take_arriving(self) -> None:
+        """Copy some KV of the most urgent sequences that wait for it; all of it if nothing else is running."""
+        here = any(not sequence.arriving for sequence in self.running)
+        budget = ARRIVING_TOKENS if here else sum(self.slots.lengths)
+        for sequence in self.running:
+            arriving = sequence.arriving
+            if arriving is None or not budget:
+                continue
+            assert sequence.slot is not None
+            count = min(budget, arriving.count - sequence.computed)
+            rows = [tensor[:, sequence.computed :] for tensor in arriving.rows]
+            self.slots.write(sequence.slot, sequence.computed, rows, count)
+            sequence.computed += count
+            budget -= count
+            if sequence.computed == arriving.count:
+                sequence.arriving = None
 
     def _admit(self, plan: Plan, budget: int) -> None:
         self.waiting.sort(key=lambda s: s.order)

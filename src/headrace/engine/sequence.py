@@ -6,6 +6,7 @@ Invariants
 * A sequence without a slot has `computed == 0`.
 * `mixed` says that some of its KV was computed under weights older than the current ones; such KV is private
   to the sequence and never enters the prefix cache.
+* While it has `arriving` KV, that is copied into its slot piece by piece, and it computes nothing.
 * `keep_kv` asks to keep its KV when it ends, for a next turn; `continues` says that it began with such KV.
 """
 
@@ -14,7 +15,18 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from headrace.types import Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class ArrivingKV:
+    """KV of a sequence's first `count` tokens that lies elsewhere: one tensor [planes, >= count, D] per buffer of the
+    slots."""
+
+    rows: Sequence[Tensor]
+    count: int
 
 
 @dataclass(slots=True)
@@ -35,6 +47,7 @@ class EngineSequence:
     prompt_cached: bool = False
     keep_kv: bool = False
     continues: bool = False
+    arriving: ArrivingKV | None = None
     generated_text: str = field(default="")
 
     @property
@@ -61,6 +74,7 @@ class EngineSequence:
         self.computed = 0
         self.mixed = False
         self.prompt_cached = False
+        self.arriving = None
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:

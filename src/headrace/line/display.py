@@ -39,8 +39,8 @@ _DOING: dict[str, str] = {
     Unit.GRADIENT: "taking gradients",
     Unit.OPTIMIZER_STEP: "updating the weights",
 }
-_PREPARING = "preparing: environment, model, held-out accuracy"
-_FINISHING = "finishing: checkpoint, final model, held-out accuracy"
+_PREPARING = "preparing: environment, model, held-out reward"
+_FINISHING = "finishing: checkpoint, final model, held-out reward"
 
 
 def sparkline(
@@ -94,13 +94,13 @@ def clock(seconds: float) -> str:
 
 
 def evaluation_text(evaluation: Evaluation) -> str:
-    """Held-out accuracy in a few words."""
+    """Held-out reward in a few words."""
     count = len(evaluation.tasks)
     valid = count - evaluation.failed
     if not valid:
         return f"unknown (the environment failed on all of {count} tasks)" if count else "not measured"
     failed = f"; the environment failed on {evaluation.failed} more" if evaluation.failed else ""
-    return f"{evaluation.accuracy:.3f} on {valid} tasks{failed}"
+    return f"{evaluation.reward:.3f} on {valid} tasks{failed}"
 
 
 def activity(status: LineStatus) -> str:
@@ -137,7 +137,7 @@ class _Display(Observer):
             self._status = replace(self._status, step=int(metrics["step"]), reward_history=rewards)
 
     def on_evaluation(self, name: str, evaluation: Evaluation) -> None:
-        self.on_message(f"held-out accuracy {name} training: {evaluation_text(evaluation)}")
+        self.on_message(f"held-out reward {name} training: {evaluation_text(evaluation)}")
 
     def _activity(self) -> str:
         return _PREPARING if self._status is None else activity(self._status)

@@ -1,4 +1,4 @@
-"""Held-out accuracy: greedy answers to the environment's test tasks, with its own reward.
+"""Held-out reward: greedy answers to the environment's test tasks, with its own reward.
 
 Invariant: the model's own weights answer, the ones that a run saves, whatever format rollouts are made with.
 """
@@ -20,7 +20,7 @@ from headrace.types import Group
 def evaluate(workplace: Workplace, step: int) -> Evaluation:
     """Answer the held-out tasks at temperature 0, with the weights that `step` optimizer steps have made.
 
-    A task whose environment fails is reported and left out of the accuracy: a failure is not a reward.
+    A task whose environment fails is reported and left out of the mean: a failure is not a reward.
 
     Raises:
         LineStuckError: the environment did not answer within `line.wait_timeout_s`.
@@ -60,7 +60,7 @@ def evaluate(workplace: Workplace, step: int) -> Evaluation:
     rewards = [answer.reward for answer in answers if answer.reward is not None]
     return Evaluation(
         step=step,
-        accuracy=sum(rewards) / len(rewards) if rewards else float("nan"),
+        reward=sum(rewards) / len(rewards) if rewards else float("nan"),
         tasks=answers,
         failed=len(answers) - len(rewards),
     )

@@ -1,4 +1,4 @@
-"""Held-out accuracy outside a run: of a settings file's model, or of what a run has saved."""
+"""Held-out reward outside a run: of a settings file's model, or of what a run has saved."""
 
 from __future__ import annotations
 

@@ -49,10 +49,10 @@ class EvaluatedTask:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Held-out accuracy: the mean reward of greedy answers, over the tasks whose environment answered."""
+    """Held-out reward: the mean reward of greedy answers, over the tasks whose environment answered."""
 
     step: int
-    accuracy: float
+    reward: float
     tasks: list[EvaluatedTask]
     failed: int
 

@@ -421,7 +421,7 @@ class Production:
                 self.observer.on_message(f"waiting on {what} for {waited:.0f} s of at most {limit:.0f}")
 
     def _evaluate(self, name: str) -> Evaluation:
-        """Measure held-out accuracy and keep the answers in the run folder."""
+        """Measure held-out reward and keep the answers in the run folder."""
         evaluation = evaluate(self.workplace, self.admission.version)
         self.folder.write_evaluation(name, evaluation)
         self.observer.on_evaluation(name, evaluation)

@@ -24,6 +24,7 @@ import fcntl
 import json
 import logging
 import math
+import mmap
 import numbers
 import os
 import re
@@ -39,7 +40,6 @@ import tomli_w
 from headrace.config import Config
 from headrace.errors import RunError, UserError
 from headrace.files import (
-    atomic_file,
     atomic_folder,
     remove_folder,
     remove_temporaries,
@@ -246,7 +246,7 @@ class RunFolder:
         self._purge_step = step + 1
         for name in (METRICS, TRAJECTORIES):
             with self._writing(name):
-                _filter_lines(self.path / name, lambda line: _step_of(line) <= step)
+                _cut_after(self.path / name, lambda line: _step_of(line) <= step)
 
     def note_generated(self, tokens: int) -> None:
         """Remember how many tokens the run has generated, so that a crash cannot hide what it loses.
@@ -296,9 +296,9 @@ class RunFolder:
             return None
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-            accuracy = float("nan") if data["accuracy"] is None else data["accuracy"]
+            reward = float("nan") if data["reward"] is None else data["reward"]
             tasks = [EvaluatedTask(**task) for task in data["tasks"]]
-            return Evaluation(data["step"], accuracy, tasks, data["failed"])
+            return Evaluation(data["step"], reward, tasks, data["failed"])
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("%s is not readable and is ignored: %s", path, error)
             return None
@@ -403,17 +403,22 @@ def _lock(folder: Path) -> int:
     return descriptor
 
 
-def _filter_lines(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Atomically rewrite a log, if there is one, with only the readable lines that `keep` accepts."""
-    if not path.exists():
+def _cut_after(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Cut a log, if there is one, after the last readable line that `keep` accepts. Only what is cut is read."""
+    if not path.exists() or not path.stat().st_size:
         return
-    with path.open("rb") as source, atomic_file(path) as target:
-        for number, raw in enumerate(source, start=1):
-            line = _decode(raw)
-            if line is None:
-                logger.warning("%s: line %d is not readable (torn by a crash?) and is dropped", path, number)
-            elif keep(line):
-                target.write(raw)
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            end = len(data)
+            while end:
+                start = data.rfind(b"\n", 0, end - 1) + 1
+                line = _decode(data[start:end])
+                if line is None:
+                    logger.warning("%s: a line is not readable (torn by a crash?) and is dropped", path)
+                elif keep(line):
+                    break
+                end = start
+        file.truncate(end)
 
 
 def _decode(raw: bytes) -> dict[str, Any] | None:

@@ -48,7 +48,7 @@ class Workplace:
     """An environment that answers and a model that generates, checked against each other.
 
     Attributes:
-        held_out: the test tasks to measure accuracy with.
+        held_out: the test tasks to measure it with.
     """
 
     config: Config

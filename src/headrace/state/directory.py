@@ -197,28 +197,6 @@ class Directory:
                 ]
             )
 
-    def publish(
-        self, tokens: Sequence[int], views: Sequence[Tensor], tier: str, kind: Kind = Kind.WAITING
-    ) -> int:
-        """Store the full blocks of `tokens` in a lower tier straight from a slot; returns how many tokens it holds.
-
-        Args:
-            views: the slot, one tensor [planes, rows, D] per buffer, whose first rows are those of `tokens`.
-        """
-        target = self._tier(tier)
-        size = self.cache.block_size
-        blocks = [
-            NewBlock(
-                key,
-                [view[:, i * size : (i + 1) * size] for view in views],
-                kind,
-                len(tokens),
-            )
-            for i, key in enumerate(self._lookup.keys(self.identity, tokens))
-        ]
-        target.refresh(self._lookup.digest(self.identity))
-        return target.write(blocks) * size
-
     def pin(self, tokens: Sequence[int], tier: str, seconds: float, weights_id: str | None = None) -> Lease:
         """Keep what a tier holds of `tokens` there for a time; `length` says how many tokens that is."""
         identity = self._named(weights_id)

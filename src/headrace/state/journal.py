@@ -182,21 +182,6 @@ class Journal:
             if wanted is None or row.kind in wanted:
                 yield Event(row.seq, row.at, row.kind.decode(), json.loads(row.body))
 
-    def truncate(self, seq: int) -> None:
-        """Forget every event after `seq`, and what was recorded and not committed.
-
-        Raises:
-            RunError: the disk refused; nothing was forgotten.
-        """
-        self._refuse_read_only()
-        if not 0 <= seq <= self._last_seq:
-            raise ValueError(f"cannot cut a journal of {self._last_seq} events at {seq}")
-        checksum = self._checksum_of(seq)
-        with self._explained(seq + 1), self._transaction():
-            self._connection.execute("DELETE FROM events WHERE seq > ?", (seq,))
-        self._pending.clear()
-        self._last_seq, self._checksum = seq, checksum
-
     def close(self) -> None:
         """Close the file; events that were recorded and not committed are dropped. May be called twice."""
         self._pending.clear()
