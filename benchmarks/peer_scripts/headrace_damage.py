@@ -122,21 +122,25 @@ class Damage:
         folder.chmod(0o755)
         self.run, self.folder = run, folder
         self.checkpoints = sorted((run / "checkpoints").iterdir())
+        self.found = 0
+        """Tokens whose KV the last engine found."""
 
     def model(self) -> LoadedModel:
         return load_model(resolve("tiny-random"), attn_implementation=ATTENTION)
 
     def disk(self, rng: random.Random, count: int) -> Iterator[tuple[str, str]]:
         """KV blocks: an engine over a damaged folder gives the tokens and log-probs of one without a cache."""
-        prompts = [[rng.randrange(5, 400) for _ in range(60)] for _ in range(3)]
+        prompts = [[rng.randrange(5, 250) for _ in range(60)] for _ in range(3)]
         model, others = self.model(), self.model()
         with torch.no_grad():
             next(others.module.parameters()).mul_(1.01)
         plain = {"context_length": 128, "max_sequences": 4}
         expected = self._answers(model, prompts, EngineConfig(**plain, prefix_cache_mb=0))[0]
         good = self.folder / "good"
-        for each in (others, model):
+        for each in (others, model, model):
             self._answers(each, prompts, self._tiered(plain, good))
+        if not self.found:
+            raise RunError("nothing was read from the undamaged disk")
         mine = max(sorted(good.iterdir()), key=lambda path: path.stat().st_mtime)
         files = [path for path in sorted(good.rglob("*.kv"))]
         ours = [path for path in files if mine in path.parents]
@@ -202,6 +206,9 @@ class Damage:
         """The journal: what is read is what was written, or the damage is named; what stands before it is salvaged."""
         good = self.run / "journal.sqlite"
         written = [(event.seq, event.at, event.kind, event.body) for event in self._events(good)]
+        journal = Journal.open(good, read_only=True)
+        self.mark = journal.mark
+        journal.close()
         other = self.folder / "other.sqlite"
         journal = Journal.open(other)
         journal.record("start", {"other": True})
@@ -272,14 +279,15 @@ class Damage:
     ) -> tuple[list[Any], bool]:
         """What the engine says, and whether it counted anything that is wrong with its disk."""
         engine = Engine(model, config, content_digest(model.module))
+        disk = engine.directory.disk
         results = []
         for number, prompt in enumerate(prompts):
             sampling = Sampling(max_tokens=4, ignore_eos=True)
             engine.submit(number, prompt, sampling, random_key=number, keep_kv=True)
             while engine.num_unfinished:
                 results += [(event.token_id, event.logprob) for event in engine.step()]
+        self.found = engine.cache.hit_tokens
         engine.close()
-        disk = engine.directory.disk
         if disk is None:
             return results, False
         return results, bool(disk.counters.corrupt or disk.counters.errors or disk.note)
@@ -308,6 +316,7 @@ class Damage:
     def _reads(self, name: str, reader: WeightReader | None, model: LoadedModel) -> str:
         try:
             reader = reader or WeightReader(name)
+            reader.check(model.module)
             pinned = reader.pin(timeout_s=0.02)
         except HeadraceError:
             return DETECTED
@@ -336,6 +345,15 @@ class Damage:
     def _salvages(self, path: Path, written: list[Any]) -> str:
         found: list[Any] = []
         detected = False
+        try:
+            journal = Journal.open(path, read_only=True)
+            ours = journal.holds(self.mark)
+            journal.close()
+            if not ours:
+                # What it holds is whole, and not what a checkpoint names.
+                return DETECTED
+        except (JournalDamaged, UserError):
+            pass
         try:
             for event in self._events(path):
                 found.append((event.seq, event.at, event.kind, event.body))

@@ -16,7 +16,7 @@ from line_cases import KillAt, Killed, check_books, environment_file, lines_of, 
 
 from headrace.config import Config
 from headrace.errors import RunError, UserError
-from headrace.line import Line
+from headrace.line import Line, Observer
 from headrace.line.replay import replay
 from headrace.line.run_folder import RunFolder
 from headrace.state.journal import Journal
@@ -162,6 +162,29 @@ def test_a_damaged_journal_costs_what_came_after_it(tmp_path: Path) -> None:
     check_books(tmp_path / "run", config)
     with pytest.raises((UserError, RunError)):
         replay(tmp_path / "run")
+
+
+def test_another_runs_journal_is_set_aside(tmp_path: Path) -> None:
+    for name, task in (("run", {}), ("other", {"seed": 7})):
+        config = settings(line={"steps": 6, "checkpoint_every": 2, **task}, sampling={"max_tokens": 9})
+        with pytest.raises(Killed):
+            Line.from_config(config, tmp_path / name).run(KillAt(30))
+    for leftover in tmp_path.glob("run/journal.sqlite*"):
+        leftover.unlink()
+    for path in tmp_path.glob("other/journal.sqlite*"):
+        (tmp_path / "run" / path.name).write_bytes(path.read_bytes())
+    said: list[str] = []
+
+    class Listening(Observer):
+        def on_message(self, text: str) -> None:
+            said.append(text)
+
+    Line.resume(tmp_path / "run").run(Listening())
+    assert any("belongs to another run" in text for text in said)
+    assert (tmp_path / "run" / "journal.sqlite.damaged-1").exists()
+    check_books(
+        tmp_path / "run", settings(line={"steps": 6, "checkpoint_every": 2}, sampling={"max_tokens": 9})
+    )
 
 
 @pytest.mark.parametrize("make", ["rewards", "conversations"])

@@ -123,6 +123,26 @@ def test_events_have_their_time(journal: Journal) -> None:
     assert first.at == pytest.approx(time.time(), abs=60)
 
 
+def test_a_mark_knows_the_journal_that_it_was_taken_from(journal: Journal, tmp_path: Path) -> None:
+    others = [Journal.open(tmp_path / f"other-{i}") for i in range(2)]
+    assert all(other.holds(journal.mark) for other in others)
+    for number in range(5):
+        for each in (journal, *others):
+            # The second one is another course of events from the third on.
+            each.record("a", {"number": 9 if each is others[1] and number == 2 else number})
+            each.commit()
+    journal.record("b", {})
+    mark = journal.mark
+    assert mark.seq == 5  # what is not committed does not count
+    journal.commit()
+    assert journal.holds(mark)
+    assert not journal.holds(mark._replace(seq=4))
+    assert not others[1].holds(mark)
+    assert not others[0].holds(journal.mark)  # it is shorter
+    for each in others:
+        each.close()
+
+
 def test_closing_drops_what_was_not_committed(path: Path) -> None:
     journal = Journal.open(path)
     journal.record("a", {})

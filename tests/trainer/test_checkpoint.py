@@ -158,9 +158,19 @@ DAMAGE = {
     "manifest.json is missing": lambda folder: (folder / "manifest.json").unlink(),
     "cannot be read": lambda folder: (folder / "manifest.json").write_text("{"),
     "lists no files": lambda folder: (folder / "manifest.json").write_text("{}"),
+    "does not say what chat_template.jinja is": lambda folder: replace(
+        folder / "manifest.json", '"bytes"', '"bites"'
+    ),
+    "does not list config.json": lambda folder: (folder / "manifest.json").write_text('{"files": {}}'),
     "holds no object": lambda folder: (folder / "manifest.json").write_text("[]"),
     "no such folder": shutil.rmtree,
 }
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
 
 
 def flip(file: Path) -> None:

@@ -3,7 +3,8 @@
 Invariants
 * Everything that decides what the line does next is saved: a resume goes on with the same tasks, counters and
   trajectories, under the same bound. Gradients are not: those of the step under way are taken again.
-* What came after the checkpoint is in the journal, up to the unit of work that was interrupted.
+* What came after the checkpoint is in the journal, up to the unit of work that was interrupted. A checkpoint names the
+  journal that led to it, and no other is read.
 * Settings that the saved trajectories were made under stay as they were.
 """
 
@@ -17,7 +18,7 @@ from headrace.config import Config
 from headrace.errors import UserError
 from headrace.line.recovery import Recovery, refuse_changed
 from headrace.schedule import Admission, Bucket, Ledger
-from headrace.state.journal import Event, Journal, JournalDamaged
+from headrace.state.journal import Event, Journal, JournalDamaged, Mark
 from headrace.trainer import load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def restore(line: Production) -> None:
     step = line.folder.latest_checkpoint()
     line.folder.rewind(step or 0)
     recovery = Recovery(line)
-    seq = 0
+    mark: Mark | None = None
     if step is not None:
         state = load_checkpoint(line.folder.checkpoint_path(step), line.model.module, line.cell.trainer)
         refuse_changed(state["settings"], line.config)
@@ -87,10 +88,12 @@ def restore(line: Production) -> None:
         _load_state(line, state)
         # Gradients are not part of a checkpoint: those of the step under way are taken again, as they were.
         recovery.apply(Event(0, 0.0, "gradient", unit) for unit in state["units"])
-        seq = state["journal_seq"]
-    whole = seq <= line.journal.last_seq
+        mark = Mark(*state["journal"])
+    whole = mark is None or line.journal.holds(mark)
     if whole:
-        recovery.apply(line.journal.read(seq))
+        recovery.apply(line.journal.read(mark.seq if mark else 0))
+    elif mark is not None and mark.seq <= line.journal.last_seq:
+        _begin_anew(line)
     lost = max(0, line.folder.noted_generated() - line.ledger.generated)
     if lost:
         line.journal.record("lost", {"tokens": lost})
@@ -102,6 +105,16 @@ def restore(line: Production) -> None:
     changed = [number for number, recorded, now in recovery.steps if recorded != now]
     if changed or not whole:
         _rebase(line, changed, whole)
+
+
+def _begin_anew(line: Production) -> None:
+    """Another run's journal lies here: set it aside, and write one of our own."""
+    line.journal.close()
+    kept_as = Journal.set_aside(line.folder.journal_path)
+    line.journal = Journal.open(line.folder.journal_path)
+    line.observer.on_message(
+        f"the journal belongs to another run, or to another course of this one; it is now {kept_as.name}"
+    )
 
 
 def _report(line: Production, step: int | None, recovery: Recovery, lost: int) -> None:
@@ -119,7 +132,7 @@ def _rebase(line: Production, changed: list[int], whole: bool) -> None:
     line.observer.on_message(
         f"from step {changed[0]} on the weights are other bits than before (other settings, threads or libraries)"
         if changed
-        else "the journal ends before the checkpoint: the run goes on from the checkpoint"
+        else "the journal does not hold what led to the checkpoint: the run goes on from the checkpoint alone"
     )
     body = {"step": line.admission.version, "digest": line.cell.trainer.digest(), "whole": whole}
     line.journal.record("base", body)
@@ -129,7 +142,7 @@ def _rebase(line: Production, changed: list[int], whole: bool) -> None:
 def _state(line: Production) -> dict[str, Any]:
     return {
         "version": line.admission.version,
-        "journal_seq": line.journal.last_seq,
+        "journal": list(line.journal.mark),
         "settings": line.config.to_dict(),
         "units": line.units,
         "weights_id": line.cell.weights_id,

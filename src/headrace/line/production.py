@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable
-from contextlib import closing
 from typing import Any
 
 import torch
@@ -116,8 +115,10 @@ class Production:
         if model.device == "cpu" and model.dtype == "float32" and (reason := kernels.unavailable_reason()):
             self.observer.on_message(f"generation runs on PyTorch's operators, more slowly: {reason}")
         self.journal = checkpoint.open_journal(self)
-        with closing(self.journal):
+        try:
             return self._run(resume)
+        finally:
+            self.journal.close()
 
     def _run(self, resume: bool) -> LineResult:
         if resume:

@@ -40,7 +40,7 @@ from headrace.state.journal_file import (
     set_aside,
 )
 
-__all__ = ["Event", "Journal", "JournalDamaged", "Salvaged"]
+__all__ = ["Event", "Journal", "JournalDamaged", "Mark", "Salvaged"]
 
 CHUNK_EVENTS = 256
 """Events per query of a reader: it holds no snapshot in between, so the writer's WAL can be emptied."""
@@ -56,6 +56,13 @@ class Event:
     at: float
     kind: str
     body: dict[str, Any]
+
+
+class Mark(NamedTuple):
+    """A place in a journal: event `seq`, and by its checksum (hexadecimal) everything up to it."""
+
+    seq: int
+    checksum: str
 
 
 class _Row(NamedTuple):
@@ -135,6 +142,16 @@ class Journal:
         with self._explained(1):
             ((last,),) = self._connection.execute("SELECT coalesce(max(seq), 0) FROM events").fetchall()
         return int(last)
+
+    @property
+    def mark(self) -> Mark:
+        """The place after the last committed event."""
+        last = self.last_seq
+        return Mark(last, self._checksum_of(last).hex())
+
+    def holds(self, mark: Mark) -> bool:
+        """Whether this journal once ended at that place: it has these events and no others before its later ones."""
+        return mark.seq <= self.last_seq and self._checksum_of(mark.seq).hex() == mark.checksum
 
     def record(self, kind: str, body: dict[str, Any]) -> None:
         """Note one event for the next commit, as `body` is now.

@@ -104,12 +104,18 @@ def verify_checkpoint(path: str | Path) -> None:
         raise _damaged(path, f"{MANIFEST} lists no files")
     for name, entry in manifest.items():
         file = path / name
+        if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
+            raise _damaged(path, f"{MANIFEST} does not say what {name} is")
         if not file.is_file():
             raise _damaged(path, f"{name} is missing")
         if file.stat().st_size != entry["bytes"]:
             raise _damaged(path, f"{name} has {file.stat().st_size} bytes instead of {entry['bytes']}")
         if _digest(file) != entry["sha256"]:
             raise _damaged(path, f"{name} is not what was written")
+    # Others may lie here, but nothing that is loaded.
+    for file in sorted(path.iterdir()):
+        if file.suffix in (".json", ".safetensors") and file.name not in (*manifest, MANIFEST):
+            raise _damaged(path, f"{MANIFEST} does not list {file.name}")
 
 
 def load_checkpoint(path: str | Path, module: nn.Module, trainer: Trainer | None = None) -> dict[str, Any]:
