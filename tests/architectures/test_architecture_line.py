@@ -7,7 +7,7 @@ from pathlib import Path
 from line_cases import check_books, environment_file, lines_of, settings
 
 from architectures import plain_module, save_folder
-from headrace.line import Line
+from headrace import Line
 
 LOGPROB_DIFF = 1e-4
 """Rounding of float32 over two layers."""

@@ -140,11 +140,18 @@ def test_an_unexpected_exception_keeps_its_traceback(config: Path, environ: dict
     assert "ZeroDivisionError" in done.stderr
 
 
-def test_help_and_wrong_settings_load_no_torch(config: Path, environ: dict[str, str]) -> None:
+def test_help_wrong_settings_and_looking_at_runs_load_no_torch(config: Path, environ: dict[str, str]) -> None:
     program = """
 import sys
 from headrace import cli
-for arguments in (["--help"], ["train", "--help"], ["train", sys.argv[1], "--set", "line.steps=-1"]):
+for arguments in (
+    ["--help"],
+    ["train", "--help"],
+    ["train", sys.argv[1], "--set", "line.steps=-1"],
+    ["runs", "list", "."],
+    ["runs", "trajectories", "."],
+    ["state", "."],
+):
     sys.argv[1:] = arguments
     try:
         cli.main()

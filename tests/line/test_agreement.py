@@ -15,7 +15,7 @@ from torch import Tensor
 from headrace.config import Config
 from headrace.engine.forward import Forward
 from headrace.errors import RunError
-from headrace.line import Observer
+from headrace import Observer
 from headrace.line.agreement import JUDGED_TOKENS, PATIENCE, Agreement
 from headrace.line.evaluate import evaluate
 from headrace.line.production import Production

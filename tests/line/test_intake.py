@@ -9,7 +9,7 @@ from line_cases import Messages, check_books, environment_file, lines_of, settin
 
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace.line import Line
+from headrace import Line
 from headrace.line.intake import SKIPPED_LIMIT
 
 

@@ -10,7 +10,7 @@ from line_cases import Messages, check_books, environment_file, lines_of, settin
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headrace.errors import EnvironmentFailure, LineStuckError, NonFiniteError, RunError, UserError
-from headrace.line import Line, LineStatus, Observer
+from headrace import Line, LineStatus, Observer
 
 COUNTING = """
     def tasks(self, split):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from line_cases import ChosenPool, KillAt, Killed, check_books, environment_file, settings
 
 from headrace.engine import Engine
-from headrace.line import Line, Observer
+from headrace import Line, Observer
 from headrace.line.production import Production
 from headrace.line.run_folder import RunFolder
 from headrace.line.setup import Workplace

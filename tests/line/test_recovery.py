@@ -16,7 +16,7 @@ from line_cases import KillAt, Killed, check_books, environment_file, lines_of, 
 
 from headrace.config import Config
 from headrace.errors import RunError, UserError
-from headrace.line import Line, Observer
+from headrace import Line, Observer
 from headrace.line.replay import replay
 from headrace.line.run_folder import RunFolder
 from headrace.state.journal import Journal
@@ -197,7 +197,7 @@ def test_processes_killed_at_random_instants(tmp_path: Path, make: str) -> None:
     run_dir = tmp_path / "run"
     with RunFolder.create(run_dir, config):
         pass
-    code = "import sys\nfrom headrace.line import Line\nLine.resume(sys.argv[1]).run()"
+    code = "import sys\nfrom headrace import Line\nLine.resume(sys.argv[1]).run()"
     rng, kills = random.Random(7), 0
     while True:
         process = subprocess.Popen([sys.executable, "-c", code, str(run_dir)], start_new_session=True)

@@ -9,7 +9,7 @@ from line_cases import KillAt, Killed, check_books, environment_file, lines_of, 
 
 from headrace.config import Config
 from headrace.errors import LineStuckError, UserError
-from headrace.line import Line, Observer
+from headrace import Line, Observer
 from headrace.line.run_folder import RunFolder
 
 

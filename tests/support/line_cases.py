@@ -9,7 +9,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.environments import WorldReply
-from headrace.line import Line, Observer
+from headrace import Line, Observer
 
 
 def settings(**sections: dict[str, Any]) -> Config:

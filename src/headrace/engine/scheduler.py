@@ -138,9 +138,10 @@ class Scheduler:
             self.waiting.remove(sequence)
             sequence.slot = self.slots.take()
             self.running.append(sequence)
+            # The whole sequence at once, or several admissions could fill the memory with half prompts; and before
+            # anything is written: rows that no slot has reserved may be given back to the system.
+            self.slots.grow(sequence.slot, len(sequence.token_ids))
             self._load_prefix(sequence)
-            # The whole sequence at once, or several admissions could fill the memory with half prompts.
-            self._reserve(sequence, len(sequence.token_ids))
             if sequence.pending == 1:
                 plan.decodes.append(sequence)
                 budget -= 1
@@ -170,9 +171,6 @@ class Scheduler:
         """Copy the longest cached prefix into the slot. The last token is always computed: its logits are needed."""
         assert sequence.slot is not None
         tokens = sequence.token_ids
-        found = self.directory.matched_length(tokens, len(tokens) - 1)
-        # Reserved before it is written: rows that no slot has reserved may be given back to the system.
-        self.slots.grow(sequence.slot, found)
         restored = self.directory.restore(tokens, self.slots.rows(sequence.slot), len(tokens) - 1)
         sequence.computed = restored.length
         sequence.continues = restored.waiting

@@ -1,1 +1,1 @@
-"""State as a resource: weights, KV, files that appear whole, memory."""
+"""State as a resource: weights, KV, the journal, memory."""
