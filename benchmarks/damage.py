@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -100,12 +101,15 @@ def _resumes(config: Path, folder: Path) -> Iterator[tuple[str, str]]:
     killed = folder / "killed"
     _kill(config, killed)
     before = _events(killed)
+    whole = folder / "whole"
+    shutil.copytree(killed, whole)
+    lost = _lost(_resume(whole)[1])
     for number, (name, how) in enumerate(RESUMES):
         run = folder / f"damaged-{number}"
         shutil.copytree(killed, run)
         last = max((run / "checkpoints").iterdir(), key=lambda path: path.name)
         _damage(rng, run / name.replace("checkpoints/last", f"checkpoints/{last.name}"), how)
-        yield f"{name} {how}", _resume(run, before)
+        yield f"{name} {how}", _judge(run, before, lost)
 
 
 def _kill(config: Path, run: Path) -> None:
@@ -148,8 +152,27 @@ def _damage(rng: random.Random, path: Path, how: str) -> None:
     path.write_bytes(data)
 
 
-def _resume(run: Path, before: Sequence[Event]) -> str:
-    """`detected` if the program says what is wrong, `harmless` if every event of before is still there."""
+def _judge(run: Path, before: Sequence[Event], lost: int) -> str:
+    """How a damaged run goes on.
+
+    Args:
+        before: the events that it had.
+        lost: tokens that it loses without damage, those of the unit that was interrupted.
+
+    Returns:
+        `detected` if the program says what is wrong or counts what is lost, `harmless` if nothing is.
+    """
+    code, said = _resume(run)
+    if code:
+        return "detected" if "error: " in said and "Traceback" not in said else f"wrong: {said[-300:]}"
+    if any(words in said for words in ("damaged", "does not hold", "is missing")) or _lost(said) > lost:
+        return "detected"
+    kept = _events(run)[: len(before)] == list(before)
+    return "harmless" if kept and _lost(said) == lost else f"wrong: {said[-300:]}"
+
+
+def _resume(run: Path) -> tuple[int, str]:
+    """Exit code and all that was said."""
     done = subprocess.run(
         [runs.program(), "train", "--resume", str(run)],
         capture_output=True,
@@ -157,11 +180,9 @@ def _resume(run: Path, before: Sequence[Event]) -> str:
         timeout=LIMIT_S,
         check=False,
     )
-    said = done.stdout + done.stderr
-    if done.returncode:
-        one_line = done.stderr.strip().startswith("error: ") and "Traceback" not in said
-        return "detected" if one_line else f"wrong: {said[-300:]}"
-    if any(word in said for word in ("damaged", "are lost", "ends before", "is missing")):
-        return "detected"
-    after = _events(run)
-    return "harmless" if after[: len(before)] == list(before) else f"wrong: {said[-300:]}"
+    return done.returncode, done.stdout + done.stderr
+
+
+def _lost(said: str) -> int:
+    found = re.search(r"(\d+) tokens of the unit that was interrupted are lost", said)
+    return int(found[1]) if found else 0

@@ -12,10 +12,10 @@ import torch
 from line_cases import check_books, environment_file, lines_of, settings
 from torch import Tensor
 
+from headrace import Observer
 from headrace.config import Config
 from headrace.engine.forward import Forward
 from headrace.errors import RunError
-from headrace import Observer
 from headrace.line.agreement import JUDGED_TOKENS, PATIENCE, Agreement
 from headrace.line.evaluate import evaluate
 from headrace.line.production import Production

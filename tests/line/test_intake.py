@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from line_cases import Messages, check_books, environment_file, lines_of, settings
 
+from headrace import Line
 from headrace.config import Config
 from headrace.errors import RunError
-from headrace import Line
 from headrace.line.intake import SKIPPED_LIMIT
 
 

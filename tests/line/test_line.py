@@ -9,8 +9,8 @@ import pytest
 from line_cases import Messages, check_books, environment_file, lines_of, settings
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headrace.errors import EnvironmentFailure, LineStuckError, NonFiniteError, RunError, UserError
 from headrace import Line, LineStatus, Observer
+from headrace.errors import EnvironmentFailure, LineStuckError, NonFiniteError, RunError, UserError
 
 COUNTING = """
     def tasks(self, split):

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,8 +11,8 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from line_cases import ChosenPool, KillAt, Killed, check_books, environment_file, settings
 
-from headrace.engine import Engine
 from headrace import Line, Observer
+from headrace.engine import Engine
 from headrace.line.production import Production
 from headrace.line.run_folder import RunFolder
 from headrace.line.setup import Workplace
@@ -96,29 +91,3 @@ def test_environments_that_sleep_at_random_and_kills_in_between(bound: int, tmp_
         line.run()
     ages = check_books(run_dir, config)
     assert bound == 0 or max(ages) > 0, "an asynchronous run is stale now and then"
-
-
-def test_killed_processes_lose_nothing_that_a_checkpoint_holds(tmp_path: Path) -> None:
-    config = settings(line={"steps": 8, "max_staleness": 2}, sampling={"max_tokens": 16})
-    run_dir = tmp_path / "run"
-    RunFolder.create(run_dir, config).close()
-    script = f"from headrace import Line; Line.resume({str(run_dir)!r}).run()"
-    chance = random.Random(1)
-    kills = 0
-    for _ in range(3):
-        process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
-        # Past the start-up, at any instant.
-        deadline = time.monotonic() + 60
-        before = RunFolder.open(run_dir, read_only=True).latest_checkpoint()
-        while process.poll() is None and time.monotonic() < deadline:
-            if RunFolder.open(run_dir, read_only=True).latest_checkpoint() != before:
-                break
-            time.sleep(0.01)
-        time.sleep(chance.random() * 0.2)
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            kills += 1
-        process.wait(10)
-    Line.resume(run_dir).run()
-    assert kills, "the run ended before it could be killed"
-    check_books(run_dir, config)

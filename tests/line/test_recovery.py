@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from line_cases import KillAt, Killed, check_books, environment_file, lines_of, settings
 
+from headrace import Line, Observer
 from headrace.config import Config
 from headrace.errors import RunError, UserError
-from headrace import Line, Observer
 from headrace.line.replay import replay
 from headrace.line.run_folder import RunFolder
 from headrace.state.journal import Journal
@@ -164,6 +164,27 @@ def test_a_damaged_journal_costs_what_came_after_it(tmp_path: Path) -> None:
         replay(tmp_path / "run")
 
 
+class Listening(Observer):
+    """Keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def on_message(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_missing_count_of_tokens_is_told(tmp_path: Path) -> None:
+    config = settings(line={"steps": 3}, sampling={"max_tokens": 9})
+    with pytest.raises(Killed):
+        Line.from_config(config, tmp_path / "run").run(KillAt(12))
+    (tmp_path / "run" / "tokens_generated").unlink()
+    observer = Listening()
+    Line.resume(tmp_path / "run").run(observer)
+    assert any("the count of generated tokens is missing" in text for text in observer.said)
+    check_books(tmp_path / "run", config)
+
+
 def test_another_runs_journal_is_set_aside(tmp_path: Path) -> None:
     for name, task in (("run", {}), ("other", {"seed": 7})):
         config = settings(line={"steps": 6, "checkpoint_every": 2, **task}, sampling={"max_tokens": 9})
@@ -173,14 +194,9 @@ def test_another_runs_journal_is_set_aside(tmp_path: Path) -> None:
         leftover.unlink()
     for path in tmp_path.glob("other/journal.sqlite*"):
         (tmp_path / "run" / path.name).write_bytes(path.read_bytes())
-    said: list[str] = []
-
-    class Listening(Observer):
-        def on_message(self, text: str) -> None:
-            said.append(text)
-
-    Line.resume(tmp_path / "run").run(Listening())
-    assert any("belongs to another run" in text for text in said)
+    observer = Listening()
+    Line.resume(tmp_path / "run").run(observer)
+    assert any("belongs to another run" in text for text in observer.said)
     assert (tmp_path / "run" / "journal.sqlite.damaged-1").exists()
     check_books(
         tmp_path / "run", settings(line={"steps": 6, "checkpoint_every": 2}, sampling={"max_tokens": 9})

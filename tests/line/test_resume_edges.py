@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from line_cases import KillAt, Killed, check_books, environment_file, lines_of, settings
 
+from headrace import Line, Observer
 from headrace.config import Config
 from headrace.errors import LineStuckError, UserError
-from headrace import Line, Observer
 from headrace.line.run_folder import RunFolder
 
 

@@ -7,9 +7,9 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
+from headrace import Line, Observer
 from headrace.config import Config
 from headrace.environments import WorldReply
-from headrace import Line, Observer
 
 
 def settings(**sections: dict[str, Any]) -> Config:

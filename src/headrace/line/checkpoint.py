@@ -94,7 +94,12 @@ def restore(line: Production) -> None:
         recovery.apply(line.journal.read(mark.seq if mark else 0))
     elif mark is not None and mark.seq <= line.journal.last_seq:
         _begin_anew(line)
-    lost = max(0, line.folder.noted_generated() - line.ledger.generated)
+    noted = line.folder.noted_generated()
+    if line.ledger.generated and not noted:
+        line.observer.on_message(
+            "the count of generated tokens is missing, so what the interrupted unit lost is not known"
+        )
+    lost = max(0, noted - line.ledger.generated)
     if lost:
         line.journal.record("lost", {"tokens": lost})
         line.ledger.generate(lost)
