@@ -133,7 +133,7 @@ class TestAbort:
         max_batch_tokens=st.integers(1, 20),
         capacity=st.integers(CONTEXT, 3 * CONTEXT),
     )
-    @settings(max_examples=25, deadline=None)
+    @settings(max_examples=15, deadline=None)
     def test_in_the_middle_of_everything(
         self, steps: list[int], victims: list[int], max_batch_tokens: int, capacity: int
     ) -> None:

@@ -59,7 +59,7 @@ def alone() -> dict[int, Request]:
     block_size=st.integers(1, 8),
     capacity=st.integers(CONTEXT, 4 * CONTEXT),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_tokens_do_not_depend_on_the_batch(
     alone: dict[int, Request],
     order: list[int],

@@ -71,7 +71,7 @@ def run_with_switches(engine: Engine, made: dict[int, Request], pauses: list[int
     capacity=st.integers(CONTEXT, 3 * CONTEXT),
     cached=st.booleans(),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_recompute_makes_every_token_one_of_the_weights_that_it_names(
     pauses: list[int], max_sequences: int, max_batch_tokens: int, capacity: int, cached: bool
 ) -> None:
@@ -119,7 +119,7 @@ def test_the_weights_of_the_versions_really_differ() -> None:
     max_batch_tokens=st.integers(1, 40),
     capacity=st.integers(CONTEXT, 3 * CONTEXT),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_keep_labels_exactly_the_tokens_over_older_kv(
     pauses: list[int], max_sequences: int, max_batch_tokens: int, capacity: int
 ) -> None:
@@ -240,7 +240,7 @@ def test_kept_kv_never_enters_the_prefix_cache() -> None:
 
 
 @given(pauses=switch_times, mode=st.sampled_from(["recompute", "keep"]), back=st.booleans())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_no_prefix_of_older_weights_is_ever_hit(pauses: list[int], mode: str, back: bool) -> None:
     """The cache is warm at every switch; what starts afterwards equals an engine that has no cache."""
     engines = {

@@ -13,7 +13,7 @@ from headrace.schedule import Admission
 
 BOUNDS = [0, 1, 2, 4]
 adversarial = settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow]
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.data_too_large, HealthCheck.too_slow]
 )
 
 
