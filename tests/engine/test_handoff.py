@@ -210,8 +210,10 @@ def test_weights_that_change_while_kv_is_taken_over_mean_local_prefill(
     for _ in range(3):
         step(engine, made)
     switch(engine, 1, "float32")
+    made["later"] = Request(PROMPTS[0], Sampling(max_tokens=6, ignore_eos=True), key=4)
+    made["later"].submit(engine, "later")
     run(engine, made)
-    for name in ("long", "again"):
+    for name in ("long", "again", "later"):
         check_request(made[name], "float32")
         assert made[name].versions == [1] * 6
         assert not any(made[name].mixed)

@@ -275,6 +275,8 @@ class DisaggregatedEngine(Engine):
             handoff.ready = ready
         else:
             self.handoffs.stale += 1
+            # Whoever was copying it has been sent back to the queue, and nobody may join.
+            handoff.copying = []
             self._prefill_here(handoff)
 
     def _refused(self, handoff: _Handoff, reason: str) -> None:
