@@ -69,15 +69,38 @@ def test_more_steps_than_before(tmp_path: Path) -> None:
         ("max_staleness = 1", "max_staleness = 0", "max_staleness was 1"),
         ("group_size = 2", "group_size = 4", "group_size was 2"),
         ("steps = 5", "steps = 1", "is too few"),
-        ('weight_format = "float32"', 'weight_format = "int8"', "weight_format was float32"),
+        ('weight_format = "float32"', 'weight_format = "int8"', "weight_format was 'float32'"),
+        ("temperature = 1.0", "temperature = 0.9", r"sampling.temperature was 1.0 .* is 0.9 now"),
+        ("max_tokens = 12", "max_tokens = 20", "max_tokens was 12"),
+        ("max_turns = 16", "max_turns = 2", "max_turns was 16"),
+        ("max_attempts = 3", "max_attempts = 2", "max_attempts was 3"),
+        ("context_length = 128", "context_length = 256", "context_length was 128"),
+        ("seed = 0", "seed = 1", "seed was 0"),
     ],
 )
-def test_settings_that_contradict_the_checkpoint(tmp_path: Path, old: str, new: str, message: str) -> None:
-    config = settings(algorithm={"ratio": "proximal"}, line={"steps": 5}, sampling={"max_tokens": 12})
-    interrupted(config, tmp_path / "run", units=20)
+@pytest.mark.parametrize("killed", [False, True])
+def test_settings_that_contradict_what_is_unfinished(
+    tmp_path: Path, old: str, new: str, message: str, killed: bool
+) -> None:
+    """They are refused before any log is cut, with a checkpoint and with nothing but a journal."""
+    config = settings(
+        algorithm={"ratio": "proximal"},
+        engine={"context_length": 128},
+        line={"steps": 5, "checkpoint_every": 0},
+        sampling={"max_tokens": 12},
+    )
+    if killed and "steps" in old and "group" not in old:
+        return  # without a checkpoint the journal's steps are simply taken up to there
+    if killed:
+        with pytest.raises(Killed):
+            Line.from_config(config, tmp_path / "run").run(KillAt(25))
+    else:
+        interrupted(config, tmp_path / "run", units=20)
     edit(tmp_path / "run", old, new)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").glob("*.jsonl")}
     with pytest.raises(UserError, match=message):
         Line.resume(tmp_path / "run").run()
+    assert {path: path.read_bytes() for path in (tmp_path / "run").glob("*.jsonl")} == before
 
 
 def test_two_crashes_in_a_row_without_a_checkpoint_lose_nothing(tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from headrace.config import Config
-from headrace.errors import UserError
+from headrace.errors import RunError, UserError
 from headrace.line.recovery import Recovery, refuse_changed
 from headrace.schedule import Admission, Bucket, Ledger
-from headrace.state.journal import Event, Journal, JournalDamaged, Mark
+from headrace.state.journal import BEGINNING, Event, Journal, JournalDamaged, Mark
 from headrace.trainer import load_checkpoint, save_checkpoint
 
 if TYPE_CHECKING:
@@ -75,24 +75,32 @@ def restore(line: Production) -> None:
 
     Raises:
         UserError: the settings are not those that the run was saved under.
+        RunError: what the run went on from is gone.
     """
     step = line.folder.latest_checkpoint()
-    line.folder.rewind(step or 0)
-    recovery = Recovery(line)
-    mark: Mark | None = None
+    state: dict[str, Any] = {}
+    mark = BEGINNING
     if step is not None:
         state = load_checkpoint(line.folder.checkpoint_path(step), line.model.module, line.cell.trainer)
         refuse_changed(state["settings"], line.config)
         _check_steps(state, line.config)
+        mark = Mark(*state["journal"])
+    elif (started := next(line.journal.read(kinds=("start",)), None)) is not None:
+        refuse_changed(started.body["config"], line.config)
+    whole = line.journal.holds(mark)
+    if whole:
+        _refuse_gap(line, mark)
+    # Only now is anything cut: what is refused stays as it is.
+    line.folder.rewind(step or 0)
+    recovery = Recovery(line)
+    if step is not None:
         line.cell.version, line.cell.weights_id = state["version"], state["weights_id"]
         _load_state(line, state)
         # Gradients are not part of a checkpoint: those of the step under way are taken again, as they were.
         recovery.apply(Event(0, 0.0, "gradient", unit) for unit in state["units"])
-        mark = Mark(*state["journal"])
-    whole = mark is None or line.journal.holds(mark)
     if whole:
-        recovery.apply(line.journal.read(mark.seq if mark else 0))
-    elif mark is not None and mark.seq <= line.journal.last_seq:
+        recovery.apply(line.journal.read(mark.seq))
+    elif mark.seq <= line.journal.last_seq:
         _begin_anew(line)
     noted = line.folder.noted_generated()
     if line.ledger.generated and not noted:
@@ -110,6 +118,15 @@ def restore(line: Production) -> None:
     changed = [number for number, recorded, now in recovery.steps if recorded != now]
     if changed or not whole:
         _rebase(line, changed, whole)
+
+
+def _refuse_gap(line: Production, mark: Mark) -> None:
+    for event in line.journal.read(mark.seq, kinds=("base",)):
+        if not event.body["whole"]:
+            raise RunError(
+                f"a part of the journal before step {event.body['step']} is lost, and the checkpoint that stood for it "
+                "is gone, so this run cannot go on; begin a new one with model.name = what is left of it"
+            )
 
 
 def _begin_anew(line: Production) -> None:

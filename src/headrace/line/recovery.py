@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headrace.config import Config
+from headrace.config import Config, SamplingConfig
 from headrace.engine import TokenEvent
 from headrace.environments import WorldReply
 from headrace.errors import RunError, UserError
@@ -25,14 +25,15 @@ if TYPE_CHECKING:
     from headrace.line.production import Production
 
 
-KEPT_SETTINGS = (
-    ("line", "groups_per_step"),
-    ("line", "max_staleness"),
-    ("algorithm", "group_size"),
-    # A trajectory never changes format: its log-probs are those of one policy.
-    ("engine", "weight_format"),
-)
-"""Settings that a run keeps to its end."""
+KEPT_SETTINGS = {
+    "model": ("dtype",),
+    "environment": ("max_attempts", "max_turns", "max_episode_tokens"),
+    "sampling": tuple(SamplingConfig.model_fields),
+    "algorithm": ("group_size",),
+    "engine": ("context_length", "weight_format"),
+    "line": ("groups_per_step", "max_staleness", "seed"),
+}
+"""Settings that a run keeps to its end: they say what a trajectory is, and unfinished ones are carried over."""
 
 
 class Recovery:
@@ -162,9 +163,12 @@ def refuse_changed(saved: dict[str, Any], config: Config) -> None:
         UserError: which one, and what it was.
     """
     now = config.to_dict()
-    for section, name in KEPT_SETTINGS:
-        then, given = saved[section][name], now[section][name]
-        if then != given:
-            raise UserError(
-                f"{section}.{name} was {then} when this run was saved and is {given} now; a run keeps it to its end"
-            )
+    for section, names in KEPT_SETTINGS.items():
+        for name in names:
+            # What is not set is left out.
+            then, given = saved[section].get(name), now[section].get(name)
+            if then != given:
+                raise UserError(
+                    f"{section}.{name} was {then!r} when this run was saved and is {given!r} now; a run keeps it to "
+                    "its end. For another value begin a new run with model.name = one of this run's checkpoints"
+                )

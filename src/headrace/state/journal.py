@@ -40,7 +40,7 @@ from headrace.state.journal_file import (
     set_aside,
 )
 
-__all__ = ["Event", "Journal", "JournalDamaged", "Mark", "Salvaged"]
+__all__ = ["BEGINNING", "Event", "Journal", "JournalDamaged", "Mark", "Salvaged"]
 
 CHUNK_EVENTS = 256
 """Events per query of a reader: it holds no snapshot in between, so the writer's WAL can be emptied."""
@@ -63,6 +63,10 @@ class Mark(NamedTuple):
 
     seq: int
     checksum: str
+
+
+BEGINNING = Mark(0, _FIRST.hex())
+"""Where every journal begins."""
 
 
 class _Row(NamedTuple):
