@@ -164,8 +164,12 @@ class Damage:
                 now.write_bytes(b"not a folder")
             else:
                 (now / mine.name / "foreign.kv").write_bytes(rng.randbytes(3000))
-            with around:
-                answers, seen = self._answers(model, prompts, config)
+            try:
+                with around:
+                    answers, seen = self._answers(model, prompts, config)
+            except UserError:
+                yield how, DETECTED
+                continue
             # What a damaged folder was made to hold is used by somebody else next.
             again, seen_again = self._answers(model, prompts, self._tiered(plain, now))
             if answers != expected or again != expected:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 import time
 from dataclasses import replace
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from headrace.cli.console import logged, say
 from headrace.line.display import (
     LiveDisplay,
     LogDisplay,
@@ -184,6 +186,42 @@ def test_log_display_writes_one_line_per_step_and_message() -> None:
     assert lines[1].endswith("x" * 200)
     assert lines[2] == step_line(METRICS, 15)
     assert lines[3:] == ["stopping soon"]
+
+
+LONE = "half a pair: \ud800, and é"
+
+
+def strict(terminal: bool, encoding: str = "utf-8") -> Console:
+    """A console on a stream that refuses what it cannot encode, as a real one does."""
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding, write_through=True)
+    return Console(file=stream, force_terminal=terminal, width=100, _environ={"TERM": "xterm"})
+
+
+def written(recorded: Console) -> str:
+    assert isinstance(recorded.file, io.TextIOWrapper)
+    assert isinstance(recorded.file.buffer, io.BytesIO)
+    return recorded.file.buffer.getvalue().decode()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_display_shows_what_cannot_be_encoded_escaped(terminal: bool) -> None:
+    recorded = strict(terminal)
+    with make_display(recorded, "runs/\udcff") as display:
+        display.on_status(STATUS)
+        display.on_message(LONE)
+    assert "half a pair: \\ud800, and é" in written(recorded)
+    assert "runs/\\udcff" in written(recorded)
+
+
+def test_commands_say_what_cannot_be_encoded_escaped() -> None:
+    say(recorded := strict(False), LONE)
+    assert written(recorded) == "half a pair: \\ud800, and é\n"
+    say(recorded := strict(False, "ascii"), LONE)
+    assert written(recorded) == "half a pair: \\ud800, and \\xe9\n"
+    recorded = strict(False)
+    with logged(recorded):
+        logging.getLogger("headrace.test").info(LONE)
+    assert "\\ud800" in written(recorded)
 
 
 def test_a_step_line() -> None:

@@ -75,12 +75,13 @@ def start(config: Path, environ: dict[str, str]) -> Callable[..., Training]:
     return run
 
 
-def resume_to_the_end(folder: Path, call: Callable[..., Any]) -> None:
+def resume_to_the_end(folder: Path, call: Callable[..., Any]) -> str:
     (folder / "delay.txt").write_text("0")
     called = call("train", "--resume", folder / "run")
     assert called.code == 0, called.err
     assert steps_logged(folder / "run") == [1, 2, 3, 4, 5, 6]
     assert (folder / "run" / "final" / "model.safetensors").exists()
+    return str(called.out)
 
 
 def test_once_finishes_the_unit_and_checkpoints(
@@ -98,7 +99,17 @@ def test_once_finishes_the_unit_and_checkpoints(
     assert "resume with: headrace train --resume run\n" in output
     assert "Traceback" not in output
     assert (folder / "run" / "checkpoints" / f"step-{step}").is_dir()
-    resume_to_the_end(folder, call)
+    told = call("state", folder / "run").out
+    assert told.startswith("run: stopped\n")
+    assert "interrupted unit" not in told
+    # What a unit draws before it is interrupted is counted and not in the journal: `state` says what a resume will.
+    count = folder / "run" / "tokens_generated"
+    count.write_text(f"{int(count.read_text()) + 7:020d}\n")
+    assert "7 tokens of the interrupted unit are lost" in call("state", folder / "run").out
+    resumed = resume_to_the_end(folder, call)
+    assert "; 7 tokens of the unit that was interrupted are lost" in resumed
+    assert "interrupted unit" not in call("state", folder / "run").out
+    assert "run: complete" in call("state", folder / "run").out
 
 
 def test_sigterm_before_the_first_step(
@@ -138,4 +149,5 @@ def test_twice_stops_now_and_restores_the_terminal(
     assert training.output.rindex(show) > training.output.rindex(hide)
     _, alive = psutil.wait_procs(workers, timeout=5)
     assert not alive
+    assert call("state", folder / "run").out.startswith("run: killed\n")
     resume_to_the_end(folder, call)

@@ -202,6 +202,15 @@ def test_settings_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         tiered(tmp_path)
 
 
+@pytest.mark.parametrize("where", ["a file", "in a file"])
+def test_a_disk_folder_that_cannot_be_one_is_refused(tmp_path: Path, where: str) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    folder = tmp_path / "file" if where == "a file" else tmp_path / "file" / "kv"
+    with pytest.raises(UserError, match=r"engine\.kv_disk_mb needs a folder to write to: .*file"):
+        tiered(tmp_path, kv_disk_folder=str(folder))
+    assert list((tmp_path / "memory").iterdir()) == []
+
+
 def test_kv_that_mixes_weights_is_never_kept(tmp_path: Path) -> None:
     engine = tiered(tmp_path, 64, kv_on_update="keep")
     request = Request(random_prompt(2, 12), Sampling(max_tokens=6, ignore_eos=True), 0)

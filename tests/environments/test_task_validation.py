@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from headrace.environments import Environment, validate_reward, validate_task
 from headrace.environments.arithmetic import Arithmetic
+from headrace.environments.validation import MAX_REWARD
 from headrace.errors import EnvironmentSetupError
 
 JSON_VALUES = st.recursive(
@@ -95,6 +96,15 @@ def test_anything_else_is_not(value: object) -> None:
         EnvironmentSetupError, match=r"reward\(task, completion\) returned .*not a (finite )?number"
     ):
         validate_reward(value)
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308, np.float64(2 * MAX_REWARD), 10**300])
+def test_a_reward_has_a_limit(value: object) -> None:
+    assert validate_reward(MAX_REWARD) == MAX_REWARD
+    assert validate_reward(-MAX_REWARD) == -MAX_REWARD
+    with pytest.raises(EnvironmentSetupError) as error:
+        validate_reward(value)
+    assert "too large for a reward; keep it between -1e+" in str(error.value)
 
 
 def test_the_protocol_is_what_an_environment_has() -> None:

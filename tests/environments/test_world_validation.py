@@ -11,7 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.environments import ConversationEnvironment, Observation, Step, WorldReply, load_environment
-from headrace.environments.validation import validate_observation, validate_snapshot, validate_step
+from headrace.environments.validation import (
+    MAX_DEPTH,
+    MAX_REWARD,
+    validate_observation,
+    validate_snapshot,
+    validate_step,
+)
 from headrace.errors import EnvironmentSetupError
 
 PLAIN = st.recursive(
@@ -39,7 +45,7 @@ USER = {"role": "user", "content": "Hi"}
 
 @given(
     MESSAGES,
-    st.floats(allow_nan=False, allow_infinity=False),
+    st.floats(-MAX_REWARD, MAX_REWARD),
     st.dictionaries(st.text(), PLAIN, max_size=3),
     PLAIN,
     st.booleans(),
@@ -156,6 +162,39 @@ def test_a_bad_step_is_one_clear_line(value: object, message: str) -> None:
     assert message in str(error.value)
     assert str(error.value).startswith("step(action) returned")
     assert "\n" not in str(error.value)
+
+
+def nested(depth: int) -> Any:
+    """Lists and dicts within each other, `depth` of them."""
+    value: Any = []
+    for level in range(depth - 1):
+        value = [value] if level % 2 else {"in": value}
+    return value
+
+
+def test_how_deep_data_may_be_nested_does_not_hang_on_the_limit_of_recursion() -> None:
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10**6)
+    try:
+        assert validate_snapshot(nested(MAX_DEPTH)) == nested(MAX_DEPTH)
+        for depth in (MAX_DEPTH + 1, 2000):
+            for read in (validate_snapshot, lambda data: validate_step({"done": True, "info": {"x": data}})):
+                with pytest.raises(EnvironmentSetupError) as error:
+                    read(nested(depth))
+                assert f"nested more than {MAX_DEPTH} deep, at " in str(error.value)
+                assert len(str(error.value)) < 200
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+def test_what_is_shown_of_a_value_can_be_written() -> None:
+    class Odd:
+        def __repr__(self) -> str:
+            return "odd \ud800"
+
+    with pytest.raises(EnvironmentSetupError) as error:
+        validate_step(Odd())
+    assert "returned odd \\ud800 (Odd)" in str(error.value)
 
 
 @given(PLAIN.filter(lambda value: value is not None))

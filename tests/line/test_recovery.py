@@ -17,8 +17,10 @@ from line_cases import KillAt, Killed, check_books, environment_file, lines_of, 
 from headrace import Line, Observer
 from headrace.config import Config
 from headrace.errors import RunError, UserError
+from headrace.line.recovery import Recovery
 from headrace.line.replay import replay
 from headrace.line.run_folder import RunFolder
+from headrace.schedule import Unit
 from headrace.state.journal import Journal
 
 COUNTING = """
@@ -162,6 +164,26 @@ def test_a_damaged_journal_costs_what_came_after_it(tmp_path: Path) -> None:
     check_books(tmp_path / "run", config)
     with pytest.raises((UserError, RunError)):
         replay(tmp_path / "run")
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 2])
+def test_what_a_resume_takes_is_no_part_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: int
+) -> None:
+    take_again = Recovery._gradient
+
+    def slowly(self: Recovery, body: dict[str, Any]) -> None:
+        take_again(self, body)
+        self.line.cell.seconds[Unit.GRADIENT] += 100.0
+
+    monkeypatch.setattr(Recovery, "_gradient", slowly)
+    config = settings(line={"steps": 12, "checkpoint_every": checkpoint_every}, sampling={"max_tokens": 9})
+    with pytest.raises(Killed):
+        Line.from_config(config, tmp_path / "run").run(KillAt(30))
+    Line.resume(tmp_path / "run").run()
+    for line in lines_of(tmp_path / "run", "metrics.jsonl"):
+        parts = sum(line[f"time_{name}_s"] for name in ("decode", "gradient", "optimizer", "publish", "idle"))
+        assert parts <= line["time_step_s"]
 
 
 class Listening(Observer):

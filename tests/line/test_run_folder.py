@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ import pytest
 from headrace.config import Config
 from headrace.errors import RunError, UserError
 from headrace.files import atomic_folder
-from headrace.line.run_folder import RunFolder
+from headrace.line.reading import is_running
+from headrace.line.run_folder import LOCK_WAIT_S, RunFolder
 from headrace.types import Group, Trajectory, TrajectoryId
 
 
@@ -124,6 +127,36 @@ def test_one_run_writes_at_a_time(folder: RunFolder) -> None:
     with RunFolder.open(folder.path) as writer:
         writer.append_metrics({"step": 2})
     assert [line["step"] for line in lines(folder.path / "metrics.jsonl")] == [1, 2]
+
+
+def test_looking_at_a_run_does_not_keep_it_from_starting(folder: RunFolder) -> None:
+    folder.close()
+    done = threading.Event()
+
+    def look() -> None:
+        while not done.is_set():
+            is_running(folder.path)
+
+    looking = [threading.Thread(target=look, daemon=True) for _ in range(2)]
+    for thread in looking:
+        thread.start()
+    try:
+        for _ in range(300):
+            RunFolder.open(folder.path).close()
+    finally:
+        done.set()
+        for thread in looking:
+            thread.join()
+
+
+def test_a_run_that_is_being_looked_at_is_waited_for(folder: RunFolder) -> None:
+    folder.close()
+    with (folder.path / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        release = threading.Timer(LOCK_WAIT_S / 6, lambda: fcntl.flock(lock, fcntl.LOCK_UN))
+        release.start()
+        RunFolder.open(folder.path).close()
+        release.join()
 
 
 def test_a_dead_run_releases_its_folder(folder: RunFolder) -> None:

@@ -365,6 +365,38 @@ def test_abandoned_stores_can_be_removed_and_others_stay(name: str) -> None:
     assert not segment_path(name).exists()
 
 
+def test_of_many_that_start_at_once_over_a_dead_store_one_publishes(name: str) -> None:
+    def publish(start: threading.Barrier, opened: list[WeightStore]) -> None:
+        start.wait()
+        try:
+            store = WeightStore(name, nn.Linear(8, 8))
+        except UserError:
+            return
+        opened.append(store)
+        store.publish(1, "w1")
+
+    for number in range(20):
+        WeightStore(name, nn.Linear(4, 4 + number))._segment.close()  # as if it were killed
+        opened: list[WeightStore] = []
+        start = threading.Barrier(3)
+        threads = [threading.Thread(target=publish, args=(start, opened)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        (store,) = opened
+        with WeightReader(name) as reader:
+            assert reader.newest() == store.published
+        store.close()
+
+
+def test_a_publish_into_a_removed_segment_is_an_error(name: str) -> None:
+    with WeightStore(name, nn.Linear(4, 4)) as store:
+        segment_path(name).unlink()
+        with pytest.raises(SharedMemoryError, match="was removed or replaced"):
+            store.publish(0, "w0")
+
+
 def test_a_new_store_gives_back_what_a_killed_one_left(name: str) -> None:
     WeightStore(f"{name}-killed", nn.Linear(4, 4))._segment.close()
     assert segment_path(f"{name}-killed").exists()

@@ -9,10 +9,12 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace.line.printable import printable
+
 
 def say(console: Console, text: str) -> None:
-    """Print a line as it is, however long."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    """Print a line as it is, however long; what the console cannot encode is shown escaped."""
+    console.print(printable(text, console.file), markup=False, highlight=False, soft_wrap=True)
 
 
 def shown(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from headrace.cli.app import app
 from headrace.cli.console import logged, say, shown
-from headrace.cli.tables import ago, attempts_table, number, span, steps_table
-from headrace.errors import ConfigError, UserError
+from headrace.cli.folders import RUN_HELP, RUNS, open_run
+from headrace.cli.tables import ago, attempts_table, cell, number, span, steps_table
+from headrace.errors import ConfigError, HeadraceError, UserError
 
 if TYPE_CHECKING:
     from headrace.line.history import History
@@ -27,7 +28,7 @@ SHOWN_STEPS = 20
 SHOWN_TRAJECTORIES = 40
 """The trajectories that `headrace runs trajectories` shows unless told otherwise."""
 
-_Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]
+_Run = Annotated[Path, typer.Argument(metavar="RUN", help=RUN_HELP)]
 
 runs = typer.Typer(
     no_args_is_help=True, rich_markup_mode="rich", context_settings={"help_option_names": ["-h", "--help"]}
@@ -39,11 +40,13 @@ app.add_typer(runs, name="runs", help="Look at runs: list them, show one, its tr
     name="list", epilog="[bold]Examples[/bold]\n\n  headrace runs list\n\n  headrace runs list elsewhere/runs"
 )
 def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the runs are.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where the runs are.")] = RUNS,
 ) -> None:
-    """List the runs in a folder: how far they are, what they earn, whether they go on."""
-    from headrace.line.history import read_history, state_of
-    from headrace.line.run_folder import CONFIG, RunFolder
+    """List the runs in a folder: how far they are, what they earn, whether they go on or how they ended.
+
+    The reward is that of the last step, in training; the held-out one is that after training, or else before.
+    """
+    from headrace.line.run_folder import CONFIG
 
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the one that holds the runs")
@@ -52,25 +55,15 @@ def list_runs(
     for column, justify in (
         ("run", "left"),
         ("steps", "right"),
-        ("reward", "right"),
+        ("last reward", "right"),
+        ("held-out reward", "left"),
         ("state", "left"),
         ("last", "left"),
     ):
         table.add_column(column, justify=justify, overflow="fold")  # type: ignore[arg-type]
     paths = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
     for path in paths:
-        try:
-            run = RunFolder.open(path, read_only=True)
-        except ConfigError:
-            table.add_row(Text(path.name), "", "", "its settings cannot be read", "")
-            continue
-        history = read_history(run, light=True)
-        done = max(history.steps, default=0)
-        reward = number(history.steps[done].metrics.get("reward_mean")) if done else ""
-        last = ago(_last_at(run, history))
-        table.add_row(
-            Text(path.name), f"{done}/{run.config.line.steps}", reward, state_of(run, history), last
-        )
+        table.add_row(cell(path.name, console), *_listed(path))
     if not paths:
         raise UserError(
             f"{folder} holds no runs; give the folder that holds them (a run's own is for `runs show`)"
@@ -86,10 +79,12 @@ def show(
     ] = SHOWN_STEPS,
 ) -> None:
     """Show a run: its settings, the rewards and lengths of its steps, and where its tokens went."""
-    from headrace.line.history import read_history, state_of
+    from headrace.line.display import evaluation_text
+    from headrace.line.endings import held_out, state_of
+    from headrace.line.reading import read_history
 
     console = Console()
-    folder = _open(run)
+    folder = open_run(run)
     history = read_history(folder, light=True)
     config = folder.config
     done = max(history.steps, default=0)
@@ -109,8 +104,11 @@ def show(
         ("learning rate", f"{config.trainer.learning_rate:g}, {config.trainer.schedule}"),
         ("starts", str(history.starts)),
     ]
+    for name in ("before", "after"):
+        evaluation = held_out(folder, name)
+        rows.append((f"held-out {name}", evaluation_text(evaluation) if evaluation else "not measured"))
     for name, value in rows:
-        say(console, f"{name:14} {value}")
+        say(console, f"{name:16} {value}")
     _say_damage(console, folder, history)
     steps = list(history.steps.values())[-last if last else 0 :]
     if steps:
@@ -139,13 +137,13 @@ def trajectories(
     ] = None,
 ) -> None:
     """List a run's trajectories, those in flight too, or show one of them as text."""
-    from headrace.line.history import read_history
+    from headrace.line.reading import read_history
 
     console = Console()
-    folder = _open(run)
+    folder = open_run(run)
     if not folder.journal_path.exists():
         raise UserError(
-            f"{run} has no {folder.journal_path.name}; what its steps consumed is in trajectories.jsonl"
+            f"{shown(folder.path)} has no {folder.journal_path.name}; what its steps consumed is in trajectories.jsonl"
         )
     if one is not None:
         _show_one(console, folder, one)
@@ -154,9 +152,9 @@ def trajectories(
         raise UserError("give --best or --worst, not both")
     history = read_history(folder)
     if step is not None and step not in history.steps:
-        raise UserError(f"{run} has no step {step}; it has {span(list(history.steps))}")
+        raise UserError(f"{shown(folder.path)} has no step {step}; it has {span(list(history.steps))}")
     if group is not None and group not in history.groups:
-        raise UserError(f"{run} has no group {group}; it has {span(list(history.groups))}")
+        raise UserError(f"{shown(folder.path)} has no group {group}; it has {span(list(history.groups))}")
     _say_damage(console, folder, history)
     found = [
         attempt
@@ -170,7 +168,7 @@ def trajectories(
         found = [attempt for _, attempt in rewarded[: best or worst]]
     elif step is None and group is None:
         found = found[-SHOWN_TRAJECTORIES:]
-    console.print(attempts_table(found, history))
+    console.print(attempts_table(found, history, console))
     if len(found) < total:
         say(console, f"{len(found)} of {total}; choose with --step, --group, --best or --worst")
 
@@ -182,8 +180,8 @@ def replay(run: _Run) -> None:
     Exit code 1 if any step's weights differ.
     """
     console = Console()
-    with _open(run):
-        pass  # what is no run folder is refused before the libraries load
+    with open_run(run) as folder:  # what is no run folder is refused before the libraries load
+        path = folder.path
     from headrace.line import replay as replaying
 
     def tell(step: ReplayedStep) -> None:
@@ -193,7 +191,7 @@ def replay(run: _Run) -> None:
         say(console, f"step {step.step:5}  {said}")
 
     with logged(console):
-        steps = replaying.replay(run, tell)
+        steps = replaying.replay(path, tell)
     differing = [step.step for step in steps if not step.equal]
     if differing:
         say(console, f"{len(differing)} of {len(steps)} steps differ, the first is step {differing[0]}")
@@ -204,10 +202,31 @@ def replay(run: _Run) -> None:
 # Inside
 
 
-def _open(run: Path) -> RunFolder:
-    from headrace.line.run_folder import RunFolder
+def _listed(path: Path) -> tuple[str, ...]:
+    """A run's row, without its name. Of a run that cannot be read it says what is wrong, and `show` says more."""
+    from headrace.line.endings import held_out, state_of
+    from headrace.line.reading import UnreadableRun, read_history
 
-    return RunFolder.open(run, read_only=True)
+    try:
+        folder = open_run(path)
+        history = read_history(folder, light=True)
+        done = max(history.steps, default=0)
+        reward = number(history.steps[done].metrics.get("reward_mean")) if done else ""
+        measured = [(name, held_out(folder, name)) for name in ("after", "before")]
+        held = next((f"{_held_out(one.reward)} {name}" for name, one in measured if one is not None), "")
+        state = state_of(folder, history)
+        return f"{done}/{folder.config.line.steps}", reward, held, state, ago(_last_at(folder, history))
+    except ConfigError:
+        why = "its settings cannot be read"
+    except UnreadableRun as error:
+        why = error.reason
+    except (HeadraceError, OSError):
+        why = "it cannot be read"
+    return "", "", "", why, ""
+
+
+def _held_out(reward: float) -> str:
+    return number(reward) if math.isfinite(reward) else "unknown"
 
 
 def _say_damage(console: Console, folder: RunFolder, history: History) -> None:
@@ -235,7 +254,8 @@ def _say_ledger(console: Console, history: History) -> None:
 
 
 def _show_one(console: Console, folder: RunFolder, name: str) -> None:
-    from headrace.line.history import read_history
+    from headrace.line.reading import read_history, reading
+    from headrace.line.run_folder import TRAJECTORIES
     from headrace.line.transcript import transcript
     from headrace.types import TrajectoryId
 
@@ -256,7 +276,9 @@ def _show_one(console: Console, folder: RunFolder, name: str) -> None:
         console,
         f"{key}: {attempt.status}{reward}, {attempt.tokens} tokens in {attempt.turns} turns{step}{went}",
     )
-    for passage in transcript(history, folder):
+    with reading(folder, TRAJECTORIES):
+        passages = transcript(history, folder)
+    for passage in passages:
         say(console, f"\n[{passage.who}]\n{passage.text}")
 
 

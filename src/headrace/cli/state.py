@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from stat import S_ISREG
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ from rich.console import Console
 
 from headrace.cli.app import app
 from headrace.cli.console import say, shown
+from headrace.cli.folders import RUN_HELP, open_run
 from headrace.cli.tables import ago
 
 if TYPE_CHECKING:
@@ -22,21 +24,22 @@ SHOWN_IDENTITIES = 5
 
 
 @app.command(epilog="[bold]Examples[/bold]\n\n  headrace state runs/addition-001")
-def state(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")]) -> None:
+def state(run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN_HELP)]) -> None:
     """Show what lies where: checkpoints, the journal, weights, keys and values, the queue."""
-    from headrace.line.history import read_history, state_of
-    from headrace.line.run_folder import RunFolder
+    from headrace.line.endings import state_of
+    from headrace.line.reading import read_history
 
     console = Console()
-    folder = RunFolder.open(run, read_only=True)
+    folder = open_run(run)
     history = read_history(folder)
-    say(console, f"{shown(folder.path)}: {state_of(folder, history)}")
+    state = state_of(folder, history)
+    say(console, f"{shown(folder.path)}: {state}")
     for title, lines in (
         ("checkpoints", _checkpoints(folder)),
         ("journal", _journal(folder, history)),
         ("weights", _weights(folder, history)),
         ("keys and values", _kv(folder)),
-        ("queue", _queue(history)),
+        ("queue", [*_queue(history), *_interrupted(folder, history, state)]),
     ):
         say(console, f"\n{title}")
         for line in lines:
@@ -56,7 +59,7 @@ def _journal(folder: RunFolder, history: History) -> list[str]:
     path = folder.journal_path
     lines = []
     if path.exists():
-        size = sum(file.stat().st_size for file in folder.path.glob(f"{path.name}*") if _is_part(file, path))
+        size = sum(_file_bytes(file) for file in folder.path.glob(f"{path.name}*") if _is_part(file, path))
         lines.append(f"{path.name:24} {_size(size):>12}  {history.events:,} events")
     else:
         lines.append("none")
@@ -136,8 +139,31 @@ def _queue(history: History) -> list[str]:
     ]
 
 
+def _interrupted(folder: RunFolder, history: History, state: str) -> list[str]:
+    """What the unit that was under way when the run ended has lost, which the journal learns from a resume only."""
+    from headrace.line.endings import unaccounted
+
+    if history.running:
+        return []
+    lost = unaccounted(folder, history)
+    if lost is None and state == "killed":
+        return [
+            "what the interrupted unit lost is not known: the count of sampled tokens or a part of the journal is gone"
+        ]
+    return [f"{lost:,} tokens of the interrupted unit are lost; a resume counts them as such"] if lost else []
+
+
 def _bytes(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return sum(map(_file_bytes, folder.rglob("*")))
+
+
+def _file_bytes(file: Path) -> int:
+    """A file's size; of one that a running line has just taken away, and of a folder, none."""
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return 0
+    return found.st_size if S_ISREG(found.st_mode) else 0
 
 
 def _size(size: float) -> str:

@@ -6,8 +6,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from headrace.line.printable import printable
 
 if TYPE_CHECKING:
     from headrace.line.history import Attempt, History, StepHistory
@@ -27,14 +30,19 @@ def steps_table(steps: Sequence[StepHistory], of: int) -> Table:
             number(metrics.get("reward_mean")),
             number(metrics.get("completion_tokens_mean"), ".1f"),
             "" if ended is None else f"{ended:.0%}",
-            number(metrics.get("tokens_trained"), ",d"),
+            number(metrics.get("tokens_trained"), ",.0f"),
             number(metrics.get("staleness_mean"), ".2f"),
             number(metrics.get("time_step_s"), ".1f"),
         )
     return table
 
 
-def attempts_table(attempts: Sequence[Attempt], history: History) -> Table:
+def cell(text: str, console: Console) -> Text:
+    """A table's cell with the text as it is; what the console cannot encode is shown escaped."""
+    return Text(printable(text, console.file))
+
+
+def attempts_table(attempts: Sequence[Attempt], history: History, console: Console) -> Table:
     """One row for each attempt."""
     from headrace.line.transcript import task_text
 
@@ -63,7 +71,7 @@ def attempts_table(attempts: Sequence[Attempt], history: History) -> Table:
             right = column in ("reward", "tokens", "turns", "oldest", "step")
             table.add_column(column, no_wrap=True, min_width=width, justify="right" if right else "left")
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*(cell(text, console) for text in row))
     return table
 
 

@@ -64,6 +64,12 @@ def make_directory(
     if config.kv_disk_mb:
         folder = Path(config.kv_disk_folder) if config.kv_disk_folder else disk_folder()
         disk = DiskTier(folder, config.kv_disk_mb * 2**20, policy=policy)
+        if disk.unusable:
+            if host is not None:
+                host.close()
+            raise UserError(
+                f"engine.kv_disk_mb needs a folder to write to: {disk.note}; set engine.kv_disk_folder"
+            )
     if (host or disk) and weights_id == UNNAMED:
         weights_id = content_digest(model.module)
     directory = Directory(

@@ -4,7 +4,7 @@ from headrace.environments.base import Action, ConversationEnvironment, Environm
 from headrace.environments.pool import EnvironmentPool
 from headrace.environments.registry import load_environment
 from headrace.environments.reply import WorldReply
-from headrace.environments.validation import validate_reward, validate_task
+from headrace.environments.validation import episode_reward, validate_reward, validate_task
 
 __all__ = [
     "Action",
@@ -14,6 +14,7 @@ __all__ = [
     "Observation",
     "Step",
     "WorldReply",
+    "episode_reward",
     "load_environment",
     "validate_reward",
     "validate_task",

@@ -37,7 +37,7 @@ class Environment(Protocol):
         ...
 
     def reward(self, task: dict[str, Any], completion: str) -> float:
-        """What `completion` is worth as an answer to `task`: any finite number.
+        """What `completion` is worth as an answer to `task`: a number between -1e12 and 1e12.
 
         An exception, another type of answer or a timeout is a failed attempt, never a reward of 0.
         """

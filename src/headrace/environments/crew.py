@@ -2,7 +2,8 @@
 
 Invariants
 * A worker that dies, or is silent past the deadline of its work, is replaced; what it was doing is told to its work,
-  and nothing else is touched.
+  and nothing else is touched. So is one whose messages cannot be read.
+* What a worker says that nobody asked for is dropped, and told of once.
 * An environment that cannot be built at first, or a worker that fails to start `MAX_FAILED_STARTS` times in a row,
   ends the crew with an error.
 * `close` leaves no process behind; nor does the death of this process.
@@ -46,8 +47,8 @@ class Work(Protocol):
         """What to send to the worker now."""
         ...
 
-    def take(self, message: Reply, now: float) -> None:
-        """What the worker said."""
+    def take(self, message: Reply, now: float) -> bool:
+        """What the worker said. Whether it answers to anything; else nothing has changed."""
         ...
 
     def lose(self, how: str | None) -> bool:
@@ -76,6 +77,7 @@ class Crew:
         before: called before work is given out; returns when to call it again at the latest.
         on_started: called once every worker was ready.
         on_error: called with what ends the crew.
+        report: called with a line about what went wrong and cost nothing.
         output: where what the user's code prints goes; standard error by default.
     """
 
@@ -86,6 +88,7 @@ class Crew:
         before: Callable[[float], float],
         on_started: Callable[[bool], None],
         on_error: Callable[[Exception], None],
+        report: Callable[[str], None],
         output: int | IO[Any] | None,
     ) -> None:
         self._setups = setups
@@ -93,6 +96,8 @@ class Crew:
         self._before = before
         self._on_started = on_started
         self._on_error = on_error
+        self._report = report
+        self._told_of_strays = False
         self._output = output
         self._slots: list[_Slot] = []
         self._multi_turn: bool | None = None
@@ -170,15 +175,33 @@ class Crew:
         except (EOFError, OSError):
             self._lost(slot)
             return
-        if isinstance(message, Ready):
+        except Exception:  # user code has written to the socket: unpickling that may raise anything
+            slot.process.kill()
+            self._lost(slot, "sent what cannot be read, and was killed")
+            return
+        if slot.ready:
+            self._take(slot, message)
+        elif isinstance(message, Ready):
             self._ready(slot, message.multi_turn)
-        elif not slot.ready:
-            assert isinstance(message, Failed)
+        elif isinstance(message, Failed):
             self._failed_start(slot, message.error)
         else:
-            assert slot.work is not None
+            self._drop(message)
+
+    def _take(self, slot: _Slot, message: Reply) -> None:
+        assert slot.work is not None
+        if slot.work.take(message, time.monotonic()):
             slot.failed_starts = 0
-            slot.work.take(message, time.monotonic())
+        else:
+            self._drop(message)
+
+    def _drop(self, message: object) -> None:
+        if not self._told_of_strays:
+            self._told_of_strays = True
+            self._report(
+                f"a worker sent an answer ({type(message).__name__}) to nothing that it was asked; such answers are "
+                "dropped, and this is told once. If the environment forks, end the child with os._exit"
+            )
 
     def _ready(self, slot: _Slot, multi_turn: bool) -> None:
         if self._multi_turn is None:
@@ -209,20 +232,29 @@ class Crew:
         else:
             self._failed_start(slot, f"building the environment took longer than {SETUP_TIMEOUT_S:g} s")
 
-    def _lost(self, slot: _Slot) -> None:
-        """The worker died, in the middle of something or not."""
-        how = slot.process.describe_exit()
-        if slot.ready and slot.work is not None:
-            # Its last words say what it was at, and a failed send comes before they are read.
-            with contextlib.suppress(EOFError, OSError):
-                while slot.process.connection.poll():
-                    slot.work.take(slot.process.connection.recv(), time.monotonic())
+    def _lost(self, slot: _Slot, how: str | None = None) -> None:
+        """The worker died, in the middle of something or not, or was killed for what `how` says."""
+        if how is None:
+            how = slot.process.describe_exit()
+            if slot.ready:
+                self._take_last_words(slot)
         if slot.ready and slot.work is not None and slot.work.lose(how):
             slot.failed_starts = 0
             self._replace(slot)
         else:
             doing = "idle" if slot.ready else "building the environment"
             self._failed_start(slot, f"the worker {how} while {doing}")
+
+    def _take_last_words(self, slot: _Slot) -> None:
+        """They say what a dead worker was at, and a failed send comes before they are read."""
+        while True:
+            try:
+                if not slot.process.connection.poll():
+                    return
+                message = slot.process.connection.recv()
+            except Exception:  # their end, or what cannot be read
+                return
+            self._take(slot, message)
 
     def _failed_start(self, slot: _Slot, error: str) -> None:
         slot.failed_starts += 1

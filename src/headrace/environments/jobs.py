@@ -42,7 +42,9 @@ class Jobs:
         self.deadline = now + self._timeout_s
         return [self._job.request]
 
-    def take(self, message: Reply, now: float) -> None:
+    def take(self, message: Reply, now: float) -> bool:
+        if self._job is None:
+            return False
         match message:
             case Progress():
                 self.deadline = now + self._timeout_s
@@ -50,6 +52,9 @@ class Jobs:
                 self._finish(value, None)
             case Failed(error):
                 self._finish(None, error)
+            case _:
+                return False
+        return True
 
     def lose(self, how: str | None) -> bool:
         if self._job is None:

@@ -1,4 +1,7 @@
-"""Checks of an environment's options, and one-line descriptions of what user code raised."""
+"""Checks of an environment's options, and one-line descriptions of what user code raised.
+
+Invariant: a description is one line that UTF-8 can encode.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,21 @@ def reject_unknown(options: Mapping[str, Any], known: Iterable[str], owner: str)
             raise EnvironmentSetupError(f"unknown environment option {option!r} of {owner}{hint}")
 
 
+def encodable(text: str) -> str:
+    """`text` with what UTF-8 cannot encode, lone surrogates, written as escapes such as `\\ud800`."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def describe_exception(error: BaseException, folder: Path | None = None) -> str:
     """`Type: message (file:line)` on one line.
 
     The place is the innermost frame in a file under `folder` (installed packages aside), or else the
-    innermost of all.
+    innermost of all. What UTF-8 cannot encode is escaped.
     """
+    return encodable(_describe(error, folder))
+
+
+def _describe(error: BaseException, folder: Path | None) -> str:
     try:
         message = " ".join(str(error).split())
     except Exception:  # an exception of the user's whose text raises itself

@@ -67,6 +67,7 @@ class EnvironmentPool:
             self._worlds.assign,
             self._on_started,
             self._on_error,
+            self._report,
             output,
         )
         # A key is in `_pending`, with the time it was asked, until its reply is handed out.
@@ -285,7 +286,8 @@ class EnvironmentPool:
             return max((time.monotonic() - since for since in self._pending.values()), default=0.0)
 
     def take_reports(self) -> list[str]:
-        """Lines about what went wrong since the last time and cost no attempt: a `close` that raised, a lost worker.
+        """Lines about what went wrong since the last time and cost no attempt: a `close` that raised, a lost worker,
+        an answer to nothing that was asked.
 
         At most the last 100.
         """
@@ -316,7 +318,8 @@ class EnvironmentPool:
         self._replies.append(reply)
 
     def _report(self, text: str) -> None:
-        self._reports.append(text)
+        with self._changed:  # the crew's thread does not hold it
+            self._reports.append(text)
 
     def _take_reply(self, key: object) -> WorldReply:
         with self._changed:

@@ -3,7 +3,8 @@
 Invariants
 * What is validated holds only what JSON gives back unchanged, so that a task or a reply out of a checkpoint
   equals the one that was served.
-* A validated reward is a finite float.
+* A validated reward is a finite float of at most `MAX_REWARD` in size.
+* Validated data is nested at most `MAX_DEPTH` deep, whatever recursion the user's code allows itself.
 * A validated message has a role and text, or a role and tool calls.
 """
 
@@ -11,14 +12,21 @@ from __future__ import annotations
 
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 from headrace.environments.base import Observation, Step
-from headrace.environments.options import suggest
+from headrace.environments.options import encodable, suggest
 from headrace.errors import EnvironmentSetupError
 
 MAX_INTEGER_BITS = 10_000
 """Larger integers cannot be written as decimal text, which Python limits to 4,300 digits."""
+
+MAX_DEPTH = 100
+"""Lists and dicts within each other. What writes and reads them is recursive, with Python's usual limit of 1,000."""
+
+MAX_REWARD = 1e12
+"""Far larger than any reward, and still far from float32's end at 3.4e38."""
 
 _SHOWN_CHARS = 60
 _STEP_FIELDS = ("observation", "reward", "done", "info")
@@ -49,10 +57,10 @@ def validate_task(task: object, source: str = "tasks", *, with_prompt: bool = Tr
 
 
 def validate_reward(value: object, source: str = "reward(task, completion)") -> float:
-    """`value` as a float: a bool, an int, a float or a NumPy scalar that is finite.
+    """`value` as a float: a bool, an int, a float or a NumPy scalar of at most `MAX_REWARD` in size.
 
     Raises:
-        EnvironmentSetupError: it is anything else, or not finite.
+        EnvironmentSetupError: it is anything else, not finite, or larger.
     """
     number = _unwrap(value)
     if not isinstance(number, numbers.Real):
@@ -63,7 +71,27 @@ def validate_reward(value: object, source: str = "reward(task, completion)") -> 
         result = math.inf
     if not math.isfinite(result):
         raise EnvironmentSetupError(f"{source} returned {_show(value)}, not a finite number")
+    if abs(result) > MAX_REWARD:
+        raise EnvironmentSetupError(
+            f"{source} returned {_show(value)}, a number too large for a reward; keep it between {-MAX_REWARD:g} and "
+            f"{MAX_REWARD:g}"
+        )
     return result
+
+
+def episode_reward(turn_rewards: Iterable[float]) -> float:
+    """What an episode is worth: the sum of its turns' rewards.
+
+    Raises:
+        EnvironmentSetupError: no reward may be as large as the sum.
+    """
+    total = sum(turn_rewards, 0.0)
+    if not abs(total) <= MAX_REWARD:
+        raise EnvironmentSetupError(
+            f"the rewards of the episode's turns add up to {total:g}; keep the sum between {-MAX_REWARD:g} and "
+            f"{MAX_REWARD:g}"
+        )
+    return total
 
 
 def validate_observation(value: object, source: str = "reset(task)") -> Observation:
@@ -219,8 +247,8 @@ def _refuse_unknown(value: dict[Any, Any], known: tuple[str, ...], source: str, 
             raise EnvironmentSetupError(f"{source} returned {what} with the unknown field {key!r}{hint}")
 
 
-def _plain(value: object, where: str, what: str) -> Any:
-    """`value` rebuilt from exactly the types that JSON knows."""
+def _plain(value: object, where: str, what: str, depth: int = 0) -> Any:
+    """`value`, within `depth` lists and dicts, rebuilt from exactly the types that JSON knows."""
     value = _unwrap(value)
     if value is None or isinstance(value, bool):
         return value
@@ -236,15 +264,20 @@ def _plain(value: object, where: str, what: str) -> Any:
         if math.isfinite(value):
             return float(value)
         raise EnvironmentSetupError(f"{what} that JSON cannot hold: {where} is {value}")
+    if isinstance(value, list | dict) and depth == MAX_DEPTH:
+        start = where if len(where) <= _SHOWN_CHARS else f"{where[:_SHOWN_CHARS]}…"
+        raise EnvironmentSetupError(
+            f"{what} with lists and dicts nested more than {MAX_DEPTH} deep, at {start}; make it flatter"
+        )
     if isinstance(value, list):
-        return [_plain(item, f"{where}[{place}]", what) for place, item in enumerate(value)]
+        return [_plain(item, f"{where}[{place}]", what, depth + 1) for place, item in enumerate(value)]
     if isinstance(value, dict):
         for key in value:
             if not isinstance(key, str):
                 raise EnvironmentSetupError(
                     f"{what} that JSON would change: {where} has the key {_show(key)}; use text"
                 )
-        return {str(key): _plain(item, f"{where}[{key!r}]", what) for key, item in value.items()}
+        return {str(key): _plain(item, f"{where}[{key!r}]", what, depth + 1) for key, item in value.items()}
     raise EnvironmentSetupError(
         f"{what} that JSON cannot give back unchanged: {where} is {_show(value)}; it is kept in checkpoints, so "
         "use text, numbers, booleans, None, lists and dicts"
@@ -264,4 +297,4 @@ def _show(value: object) -> str:
     text = " ".join(repr(value).split())
     if len(text) > _SHOWN_CHARS:
         text = text[: _SHOWN_CHARS - 1] + "…"
-    return f"{text} ({type(value).__name__})"
+    return f"{encodable(text)} ({type(value).__name__})"

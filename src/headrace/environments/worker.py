@@ -3,6 +3,7 @@
 Invariants
 * It serves tasks or rewards one at a time over the socket FD, or many live episodes; and nothing the user prints
   gets onto that socket: standard output goes to standard error.
+* It alone speaks on that socket: a copy of it that user code forked, and let go on, ends instead of speaking.
 * It ends, with everything it started in its process group, as soon as the parent dies or closes its end of
   the socket. If user code holds the interpreter just then, it ends when its request's time is over.
 * Ctrl-C belongs to the parent.
@@ -11,6 +12,7 @@ Invariants
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import os
@@ -36,7 +38,7 @@ from headrace.environments.messages import (
     Reward,
     Setup,
 )
-from headrace.environments.options import describe_exception
+from headrace.environments.options import describe_exception, encodable
 from headrace.environments.registry import environment_builder, environment_folder
 from headrace.environments.task_stream import TaskStream
 from headrace.environments.validation import validate_reward
@@ -47,6 +49,7 @@ SELF_DESTRUCT_AFTER_S = 10.0
 """How far past its deadline a request may get before the worker ends itself. A living parent is quicker."""
 
 _PR_SET_PDEATHSIG = 1
+_STRAY_COPY = b"headrace: ended a process that the environment forked and let go on; end it with os._exit\n"
 
 
 class Server:
@@ -74,7 +77,7 @@ class Server:
         try:
             return Done(self._serve(request))
         except EnvironmentSetupError as error:
-            return Failed(str(error))
+            return Failed(encodable(str(error)))
         except (
             BaseException
         ) as error:  # nothing that user code raises may end the worker, SystemExit included
@@ -109,6 +112,7 @@ def main(fd: int) -> None:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     connection = Connection(fd)
+    send = _only_from_this_process(connection.send)
     inbox = Inbox()
     threading.Thread(target=_receive, args=(connection, inbox), name="parent", daemon=True).start()
 
@@ -118,23 +122,42 @@ def main(fd: int) -> None:
         build = environment_builder(setup.name, setup.options)
         environment = build()
     except EnvironmentSetupError as error:
-        connection.send(Failed(str(error)))
+        send(Failed(encodable(str(error))))
         return
     except BaseException as error:
         folder = environment_folder(setup.name)
-        connection.send(Failed(f"building {setup.name} raised {describe_exception(error, folder)}"))
+        send(Failed(f"building {setup.name} raised {describe_exception(error, folder)}"))
         return
     multi_turn = is_conversation(environment)
-    connection.send(Ready(multi_turn))
+    send(Ready(multi_turn))
     if multi_turn and setup.holds_episodes:
         built = [environment]
-        _hold_episodes(lambda: built.pop() if built else build(), setup, connection, inbox)
-    server = Server(environment, setup, connection.send)
+        _hold_episodes(lambda: built.pop() if built else build(), setup, send, inbox)
+    server = Server(environment, setup, send)
     while True:
-        connection.send(server.answer(inbox.get()))
+        send(server.answer(inbox.get()))
 
 
-def _hold_episodes(build: Callable[[], Any], setup: Setup, connection: Connection, inbox: Inbox) -> NoReturn:
+def _only_from_this_process(send: Callable[[Reply], None]) -> Callable[[Reply], None]:
+    """`send`, which ends any other process that calls it.
+
+    One that user code forked shares the socket, and where it goes on it would answer a second time.
+    """
+    own = os.getpid()
+
+    def guarded(message: Reply) -> None:
+        if os.getpid() != own:
+            with contextlib.suppress(OSError):
+                os.write(2, _STRAY_COPY)
+            os._exit(1)
+        send(message)
+
+    return guarded
+
+
+def _hold_episodes(
+    build: Callable[[], Any], setup: Setup, send: Callable[[Reply], None], inbox: Inbox
+) -> NoReturn:
     import asyncio  # not at the top: it would slow the start of workers that need no loop
 
     from headrace.environments.world_server import WorldServer
@@ -147,7 +170,7 @@ def _hold_episodes(build: Callable[[], Any], setup: Setup, connection: Connectio
 
     async def serve() -> NoReturn:
         folder = environment_folder(setup.name)
-        server = WorldServer(build, folder, setup.timeout_s, connection.send, watch)
+        server = WorldServer(build, folder, setup.timeout_s, send, watch)
         loop = asyncio.get_running_loop()
         inbox.deliver_to(lambda item: loop.call_soon_threadsafe(server.take, item))
         await asyncio.Future()  # the end of the connection ends the process

@@ -31,7 +31,7 @@ from headrace.environments.messages import (
     Reset,
     Restore,
 )
-from headrace.environments.options import describe_exception
+from headrace.environments.options import describe_exception, encodable
 from headrace.environments.validation import validate_observation, validate_snapshot, validate_step
 from headrace.errors import EnvironmentSetupError
 
@@ -98,7 +98,7 @@ class WorldServer:
             if self._live.get(live.number) is not live:
                 return  # given up meanwhile
             text = str(error) if isinstance(error, EnvironmentSetupError) else self._raised(request, error)
-            self._send(Refused(live.number, text))
+            self._send(Refused(live.number, encodable(text)))
             self._close(live)
             return
         live.serving = None
@@ -199,7 +199,7 @@ class WorldServer:
             if callable(close := getattr(live.instance, "close", None)):
                 await self._call(live, "close()", close)
         except EnvironmentSetupError as failure:
-            error = str(failure)
+            error = encodable(str(failure))
         except BaseException as failure:
             error = self._raised("close()", failure)
         self._send(Closed(live.number, error))

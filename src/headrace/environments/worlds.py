@@ -308,12 +308,15 @@ class HeldEpisodes:
                 self.deadline = now + self._silence_s
             return requests
 
-    def take(self, message: Reply, now: float) -> None:
-        assert isinstance(message, Began | Answered | Refused | Closed)
+    def take(self, message: Reply, now: float) -> bool:
+        if not isinstance(message, Began | Answered | Refused | Closed):
+            return False
         with self._worlds.changed:
-            self._take(message)
-            self.deadline = now + self._silence_s if self._busy else math.inf
-            self._worlds.changed.notify_all()
+            taken = self._take(message)
+            if taken:
+                self.deadline = now + self._silence_s if self._busy else math.inf
+                self._worlds.changed.notify_all()
+            return taken
 
     def lose(self, how: str | None) -> bool:
         with self._worlds.changed:
@@ -386,28 +389,41 @@ class HeldEpisodes:
         episode.known = True
         return request
 
-    def _take(self, message: Began | Answered | Refused | Closed) -> None:
+    def _take(self, message: Began | Answered | Refused | Closed) -> bool:
+        """Whether the message is about something that was asked."""
         number = message.episode
-        episode = self.held[number]
+        episode = self.held.get(number)
+        if episode is None:
+            return False
         if isinstance(message, Began):
             if number in self._sent:
                 self._running[number] = self._sent.pop(number)
-        elif isinstance(message, Closed):
+            return True
+        if isinstance(message, Closed):
+            if number not in self._closing and not episode.over and episode.failure is None:
+                return False
             self._closing.discard(number)
             self._leave(episode, message.error)
-        elif number not in self._closing:  # else it was given up meanwhile
-            request = self._running.pop(number, None)
-            if isinstance(message, Refused):
-                self._closing.add(number)  # the worker closes it by itself
-                self._worlds.fail(episode, message.error)
-            elif isinstance(request, Restore):
-                episode.in_place = True
-                self.todo.append(episode)
-            elif not episode.over:
-                assert message.step is not None
-                if message.step.done:
-                    self._closing.add(number)
-                self._worlds.answer(episode, message.step, message.snapshot)
+            return True
+        if number in self._closing:  # it was given up meanwhile
+            return True
+        request = self._running.get(number)
+        if request is None or (
+            isinstance(message, Answered) and (message.step is None) != isinstance(request, Restore)
+        ):
+            return False
+        del self._running[number]
+        if isinstance(message, Refused):
+            self._closing.add(number)  # the worker closes it by itself
+            self._worlds.fail(episode, message.error)
+        elif message.step is None:
+            episode.in_place = True
+            self.todo.append(episode)
+        elif not episode.over:
+            if message.step.done:
+                self._closing.add(number)
+            self._worlds.answer(episode, message.step, message.snapshot)
+        return True
 
     def _leave(self, episode: _Episode, error: str | None) -> None:
         del self.held[episode.number]

@@ -114,6 +114,10 @@ def restore(line: Production) -> None:
         line.ledger.settle(Bucket.LOST, lost)
     line.cell.publish()
     line.episodes.take_up()
+    # What it took to come here belongs to no step.
+    line.cell.take_seconds()
+    if not recovery.steps:
+        line.cell.seconds.update(state.get("step_seconds", {}))
     _report(line, step, recovery, lost)
     changed = [number for number, recorded, now in recovery.steps if recorded != now]
     if changed or not whole:
@@ -141,9 +145,10 @@ def _begin_anew(line: Production) -> None:
 
 def _report(line: Production, step: int | None, recovery: Recovery, lost: int) -> None:
     steps = len(recovery.steps)
+    origin = "the start" if step is None else f"the checkpoint of step {step}"
     line.observer.on_message(
         f"resuming {line.folder.path} at step {line.admission.version}"
-        + (f", {steps} of its steps taken again since the checkpoint of step {step or 0}" if steps else "")
+        + (f", {steps} of its steps taken again since {origin}" if steps else "")
         + (f"; {recovery.tokens} tokens come from the journal" if recovery.tokens else "")
         + (f"; {lost} tokens of the unit that was interrupted are lost" if lost else "")
     )
@@ -192,7 +197,6 @@ def _load_state(line: Production, state: dict[str, Any]) -> None:
     line.episodes.load_state(state["episodes"])
     line.pending = list(line.admission.committed)
     line.open_account(state["ledger_before"], state["step_elapsed_s"])
-    line.cell.seconds.update(state["step_seconds"])
     line.metrics.extend(line.folder.metrics())
 
 

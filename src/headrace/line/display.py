@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.line.observer import Evaluation, LineStatus, Observer
+from headrace.line.printable import printable
 from headrace.schedule import Unit
 
 HEARTBEAT_S = 30.0
@@ -119,7 +120,7 @@ class _Display(Observer):
 
     def __init__(self, console: Console, title: str = "") -> None:
         self._console = console
-        self._title = title
+        self._title = printable(title, console.file)
         self._status: LineStatus | None = None
         self._announced = ""
 
@@ -143,7 +144,9 @@ class _Display(Observer):
         return _PREPARING if self._status is None else activity(self._status)
 
     def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            printable(text, self._console.file), markup=False, highlight=False, soft_wrap=True
+        )
 
 
 class LiveDisplay(_Display):

@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.config import Config
 from headrace.engine import Engine, TokenEvent, random_key
-from headrace.environments import Action, EnvironmentPool, Observation, WorldReply
+from headrace.environments import Action, EnvironmentPool, Observation, WorldReply, episode_reward
 from headrace.errors import ModelError, UserError
 from headrace.line.world import World
 from headrace.models import Conversation
@@ -117,7 +117,7 @@ class Episodes:
             self._fail(group, trajectory, reply.error)
         elif not self.multi_turn:
             trajectory.turn_rewards.append(reply.reward)
-            self._finish(trajectory)
+            self._finish(group, trajectory)
         elif trajectory.id not in self.worlds:
             self._open(group, trajectory, reply)
         else:
@@ -245,10 +245,10 @@ class Episodes:
         self.returns.record(trajectory.turns, reply.seconds)
         trajectory.turn_rewards.append(reply.reward)
         if reply.done:
-            self._finish(trajectory)
+            self._finish(group, trajectory)
             return
         if trajectory.turns >= self.config.environment.max_turns or self._tokens_left(trajectory) <= 0:
-            self._cut(trajectory)
+            self._cut(group, trajectory)
             return
         messages = reply.observation.messages if reply.observation is not None else []
         sampled = trajectory.token_ids[trajectory.turn_start :]
@@ -259,7 +259,7 @@ class Episodes:
             return
         before = 0 if extension.split else len(trajectory.token_ids)
         if self.engine.context_length - before - len(extension.ids) < LEAST_TURN:
-            self._cut(trajectory)
+            self._cut(group, trajectory)
             return
         if extension.split:
             trajectory.split(extension.ids, extension.reason)
@@ -267,15 +267,20 @@ class Episodes:
             trajectory.append_observed(extension.ids)
         self._start_turn(group, trajectory)
 
-    def _cut(self, trajectory: Trajectory) -> None:
+    def _cut(self, group: Group, trajectory: Trajectory) -> None:
         """A limit on turns or tokens ends the episode with what it has earned."""
         trajectory.finish_reason = "length"
         if not self.passive:
             self.pool.drop(trajectory.id)
-        self._finish(trajectory)
+        self._finish(group, trajectory)
 
-    def _finish(self, trajectory: Trajectory) -> None:
-        trajectory.reward = sum(trajectory.turn_rewards)
+    def _finish(self, group: Group, trajectory: Trajectory) -> None:
+        """An episode has its last reward; one whose rewards add up to nothing that can be trained has failed."""
+        try:
+            trajectory.reward = episode_reward(trajectory.turn_rewards)
+        except UserError as error:
+            self._fail(group, trajectory, str(error))
+            return
         self._close(trajectory)
 
     def _close(self, trajectory: Trajectory) -> None:

@@ -1,32 +1,27 @@
-"""What a run did, read from its journal: steps, groups and every attempt, also while the run goes on.
+"""What a run did, folded from its journal's events: steps, groups and every attempt, also while the run goes on.
 
-Invariants
-* Reading changes nothing in the run's folder and holds no run up.
-* A damaged journal is read up to the damage, which `History.damage` names.
-* Nothing is guessed while it can still turn out otherwise: how an attempt ended that the journal does not say
-  in so many words (a full context ends an episode, too) is told once its group has left the line.
+Invariant: nothing is guessed while it can still turn out otherwise: how an attempt ended that the journal does not say
+in so many words (a full context ends an episode, too) is told once its group has left the line.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 from array import array
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from headrace.config import Config
-from headrace.errors import ConfigError
-from headrace.line.run_folder import LOCK, RunFolder
+from headrace.environments.validation import validate_reward
+from headrace.errors import ConfigError, EnvironmentSetupError
 from headrace.schedule import Bucket
-from headrace.state.journal import Event, Journal, JournalDamaged
+from headrace.state.journal import Event, JournalDamaged
 from headrace.types import TrajectoryId
 
-LIGHT_KINDS = ("start", "step", "checkpoint", "stop", "lost", "base")
-"""Events that are few and short: enough for an overview of a run."""
+TAIL_EVENTS = 3
+"""The last events that are kept whole: they say how a run ended (`line/endings.py`)."""
 
 
 class Status(StrEnum):
@@ -125,8 +120,10 @@ class History:
         starts: how often the run was started, resumes included.
         lost: tokens that crashes took.
         events, last: how many events there are, and the last one's kind and time.
-        checkpoint: the step of the last checkpoint.
-        stopped: why the run was last stopped, if nothing came after it.
+        tail: the last events, whole.
+        accounted: tokens sampled, as far as the journal tells; None where it does not: it is not whole, or was
+            read `light`.
+        running: whether a process was writing to the run when it began to be read.
         damage: where the journal is damaged, if it is.
     """
 
@@ -141,8 +138,9 @@ class History:
         self.events = 0
         self.first_at: float | None = None
         self.last: tuple[str, float] | None = None
-        self.checkpoint: int | None = None
-        self.stopped: str | None = None
+        self.tail: deque[Event] = deque(maxlen=TAIL_EVENTS)
+        self.accounted: int | None = 0
+        self.running = False
         self.damage: JournalDamaged | None = None
 
     @property
@@ -159,7 +157,7 @@ class History:
         self.events = event.seq
         self.first_at = event.at if self.first_at is None else self.first_at
         self.last = (event.kind, event.at)
-        self.stopped = None
+        self.tail.append(event)
         handler = getattr(self, f"_on_{event.kind}", None)
         if handler is not None:
             handler(event)
@@ -182,6 +180,7 @@ class History:
 
     def _on_tokens(self, event: Event) -> None:
         version = event.body["version"]
+        self._account(sum(len(row["ids"]) for row in event.body["rows"]))
         for row in event.body["rows"]:
             attempt = self._attempt(row["id"])
             attempt.status = Status.RUNNING
@@ -235,6 +234,8 @@ class History:
         self.steps[body["step"]] = StepHistory(
             body["step"], event.at, groups, body["digest"], body["weights_id"], body.get("metrics") or {}
         )
+        # Right also where an earlier part of the journal is gone.
+        self.accounted = self.steps[body["step"]].metrics.get("tokens_generated_total", self.accounted)
         for group_id in groups:
             self._group(group_id).step = body["step"]
             finished = self._finish_group(group_id)
@@ -243,16 +244,19 @@ class History:
                 if attempt.status is Status.REWARDED:
                     attempt.step, attempt.bucket = body["step"], self._trained(attempt, len(rewards) > 1)
 
-    def _on_checkpoint(self, event: Event) -> None:
-        self.checkpoint = event.body["step"]
-
-    def _on_stop(self, event: Event) -> None:
-        self.stopped = event.body["reason"]
-
     def _on_lost(self, event: Event) -> None:
         self.lost += event.body["tokens"]
+        self._account(event.body["tokens"])
+
+    def _on_base(self, event: Event) -> None:
+        if not event.body["whole"]:  # a checkpoint stands for what is not in this journal
+            self.accounted = None
 
     # Inside
+
+    def _account(self, tokens: int) -> None:
+        if self.accounted is not None:
+            self.accounted += tokens
 
     def _group(self, group_id: int) -> GroupHistory:
         # A group that was admitted before this journal began has no task here.
@@ -278,7 +282,12 @@ class History:
         )
 
     def _reward(self, attempt: Attempt) -> None:
-        attempt.status, attempt.reward = Status.REWARDED, attempt.earned
+        try:
+            attempt.reward = validate_reward(attempt.earned, "the turns' rewards")
+        except EnvironmentSetupError as error:
+            self._fail(attempt, str(error))
+        else:
+            attempt.status = Status.REWARDED
 
     def _fail(self, attempt: Attempt, error: str) -> None:
         attempt.status, attempt.error = Status.FAILED, error
@@ -307,55 +316,3 @@ class History:
             return Bucket.MASKED
         trained = differ or (algorithm is not None and algorithm.kl_coef > 0)
         return Bucket.TRAINED if trained else Bucket.ZERO_ADVANTAGE
-
-
-def read_history(folder: RunFolder, keep: TrajectoryId | None = None, *, light: bool = False) -> History:
-    """A run's history. Steps that its journal does not hold come from its `metrics.jsonl`.
-
-    Args:
-        folder: the run, opened to read only.
-        keep: the attempt whose tokens and replies to keep.
-        light: only an overview, without groups and attempts; all of the journal is checked even so.
-
-    Raises:
-        RunError: the disk refused.
-    """
-    history = History(keep)
-    if folder.journal_path.exists():
-        try:
-            journal = Journal.open(folder.journal_path, read_only=True)
-            try:
-                for event in journal.read(kinds=LIGHT_KINDS if light else None):
-                    history.add(event)
-                if light:
-                    history.events = journal.last_seq
-            finally:
-                journal.close()
-        except JournalDamaged as error:
-            history.damage = error
-    for metrics in folder.metrics():
-        step = metrics["step"]
-        history.steps.setdefault(step, StepHistory(step, None, (), None, None, metrics))
-    history.steps = dict(sorted(history.steps.items()))
-    return history
-
-
-def is_running(run_dir: Path) -> bool:
-    """Whether some process holds the run's lock."""
-    try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
-def state_of(folder: RunFolder, history: History) -> str:
-    """Where a run is, in a word: running, complete or stopped, and whether its journal is damaged."""
-    state = "running" if is_running(folder.path) else "complete" if folder.complete else "stopped"
-    return f"{state}, damaged" if history.damage else state

@@ -44,6 +44,7 @@ from headrace.schedule import (
     worth_starting,
 )
 from headrace.state.machine import core_numbers
+from headrace.state.tiers.base import DISK, HOST
 from headrace.trainer import GradientResult, Trainer, save_checkpoint
 from headrace.types import Group, Trajectory
 
@@ -105,6 +106,8 @@ class Production:
         self.metrics: list[dict[str, Any]] = []
         self.open_account(self.ledger.to_dict())
         self._rates = (0.0, 0.0)
+        self._told_of_neighbours = False
+        self._taught_nothing = 0
 
     def open_account(self, books: dict[str, int], elapsed_s: float = 0.0) -> None:
         """Begin the account of a step at these totals of the ledger, `elapsed_s` after the step began."""
@@ -135,6 +138,8 @@ class Production:
             and not self.stopping()
         ):
             result.before = self._evaluate("before")
+            # What it found in the cache belongs to no step.
+            self.account.counters = self._counters()
         self.account.start_clock()
         try:
             while not self.admission.finished:
@@ -162,7 +167,7 @@ class Production:
         state = self._state()
         unit = next_unit(state)
         if self.threads is not None:
-            self.cell.adapt_threads(self.threads)
+            self._adapt_threads(self.threads)
         self.observer.on_status(self._status(unit))
         try:
             match unit:
@@ -361,13 +366,26 @@ class Production:
         self.log_step(step, groups, metrics)
         self.observer.on_step(metrics)
         if not result.updated:
+            self._taught_nothing += 1
             self.observer.on_message(
                 f"step {step} taught nothing: within each group all rewards were equal. Now and then that is fine; "
                 "if it goes on, the tasks are too easy or too hard, or the reward needs partial credit"
+                if self._taught_nothing == 1
+                else f"step {step} taught nothing either, {self._taught_nothing} steps by now"
             )
         every = self.config.line.checkpoint_every
         if every and step % every == 0 and not self.admission.finished:
             checkpoint.save(self)
+
+    def _adapt_threads(self, share: ThreadShare) -> None:
+        before = share.threads
+        self.cell.adapt_threads(share)
+        if share.threads < before and not self._told_of_neighbours:
+            self._told_of_neighbours = True
+            self.observer.on_message(
+                f"other processes use the cores: computing with {share.threads} of {share.most} threads as long as "
+                "they do (`threads` in metrics.jsonl says it for every step)"
+            )
 
     def settle_step(self, gradient: GradientResult) -> list[Group]:
         """Complete the step in the books: its groups leave the line."""
@@ -449,6 +467,8 @@ class Production:
         )
 
     def _counters(self) -> dict[str, int]:
+        directory = self.engine.directory
+        hits = {tier.name: tier.counters.hits * directory.cache.block_size for tier in directory.tiers}
         return {
             "environment_failures": self.episodes.failures,
             "groups_failed": self.failed_groups,
@@ -456,6 +476,8 @@ class Production:
             "tasks_skipped": self.intake.skipped,
             "preemptions": self.engine.scheduler.preemptions,
             "prefix_hit_tokens": self.engine.cache.hit_tokens,
+            "kv_host_hit_tokens": hits.get(HOST, 0),
+            "kv_disk_hit_tokens": hits.get(DISK, 0),
         }
 
     def _trajectory(self, key: Any) -> Trajectory | None:

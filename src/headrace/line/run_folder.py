@@ -28,6 +28,7 @@ import mmap
 import numbers
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -60,6 +61,11 @@ CHECKPOINTS = "checkpoints"
 GENERATED = "tokens_generated"
 JOURNAL = "journal.sqlite"
 LOCK = ".lock"
+
+LOCK_WAIT_S = 0.3
+"""How long a lock that is taken is waited for: whoever looks whether a run goes on holds it for an instant."""
+
+_LOCK_POLL_S = 0.005
 
 _CHECKPOINT_NAME = re.compile(r"step-(0|[1-9]\d*)")
 
@@ -386,21 +392,25 @@ def _lock(folder: Path) -> int:
     """Take a folder's exclusive lock and return the descriptor that holds it.
 
     Raises:
-        UserError: another process holds it.
+        UserError: another process holds it, and still does after `LOCK_WAIT_S`.
         OSError: the lock's file cannot be opened.
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    deadline = time.monotonic() + LOCK_WAIT_S
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UserError(
-            f"another run is writing to {folder}: wait for it or stop it, or pick another --run-dir"
-        ) from None
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return descriptor
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise UserError(
+                        f"another run is writing to {folder}: wait for it or stop it, or pick another --run-dir"
+                    ) from None
+            time.sleep(_LOCK_POLL_S)
     except BaseException:
         os.close(descriptor)
         raise
-    return descriptor
 
 
 def _cut_after(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:

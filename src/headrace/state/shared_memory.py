@@ -14,7 +14,6 @@ Linux only: the locks that guard it are released by the system when their holder
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -136,6 +135,19 @@ def segment_names() -> list[str]:
     return sorted(path.name.removeprefix(_PREFIX) for path in FOLDER.glob(f"{_PREFIX}*"))
 
 
+def remove_damaged(path: Path) -> None:
+    """Take a segment that cannot be opened off its name, unless somebody publishes there."""
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if try_lock(file, PUBLISHER, exclusive=True):
+            Segment(path, file, (), 0, 0).remove()
+    finally:
+        os.close(file)
+
+
 class Segment:
     """An open segment. `file` is the descriptor that locks belong to.
 
@@ -216,10 +228,23 @@ class Segment:
             raise SharedMemoryError(
                 f"{self.path} is damaged: it has {stat.st_size} bytes of {self.start + 2 * self.size}"
             )
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(self.path).st_ino == stat.st_ino:
-                return
+        if self.in_place:
+            return
         raise SharedMemoryError(f"{self.path} was removed or replaced by its publisher; attach again")
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the file under `path` is this one."""
+        try:
+            there, here = os.stat(self.path), os.fstat(self.file)
+        except FileNotFoundError:
+            return False
+        return (there.st_dev, there.st_ino) == (here.st_dev, here.st_ino)
+
+    def remove(self) -> None:
+        """Take it off its name. Who holds `PUBLISHER` may do so: nobody else can meanwhile."""
+        if self.in_place:
+            self.path.unlink(missing_ok=True)
 
     def descriptor(self, buffer: int) -> Published | None:
         """The version that a buffer holds; None while it holds none.
@@ -262,7 +287,7 @@ class Segment:
         return text.decode(errors="replace")
 
     def set_reader_name(self, reader: int, name: str) -> None:
-        text = name.encode()[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
+        text = name.encode(errors="replace")[: _NAME_BYTES - 1].ljust(_NAME_BYTES, b"\0")
         os.pwrite(self.file, text, _NAMES + reader * _NAME_BYTES)
 
     def memory(self, buffer: int, *, writable: bool = False) -> Tensor:

@@ -17,7 +17,6 @@ Invariants
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import threading
@@ -42,6 +41,7 @@ from headrace.state.shared_memory import (
     layout_of,
     pin_byte,
     reader_byte,
+    remove_damaged,
     segment_names,
     segment_path,
 )
@@ -106,7 +106,9 @@ class WeightStore:
         Raises:
             LineStuckError: readers used both versions until the time was over; the last one stays the newest.
             UserError: the module's tensors are no longer those that the store was made for.
+        SharedMemoryError: somebody removed the segment, so that no reader would find the version.
         """
+        self._segment.check()
         tensors = self.module.state_dict()
         if change := difference(self._layout, layout_of(tensors)):
             raise UserError(f"shared weights {self.name!r}: the model has changed: {change}")
@@ -127,9 +129,7 @@ class WeightStore:
         """Remove the store. Readers keep what they use; they find nothing new."""
         if self._segment.file < 0:
             return
-        with contextlib.suppress(SharedMemoryError, FileNotFoundError):
-            self._segment.check()
-            self._segment.path.unlink()
+        self._segment.remove()
         self._segment.close()
 
     def __enter__(self) -> Self:
@@ -181,7 +181,7 @@ class WeightStore:
         except FileNotFoundError:
             return None
         except SharedMemoryError:
-            path.unlink(missing_ok=True)
+            remove_damaged(path)
             return None
         # `remove_abandoned` holds it for a moment.
         deadline = time.monotonic() + _REMOVAL_S
@@ -199,7 +199,7 @@ class WeightStore:
                 return segment
         except SharedMemoryError:
             pass
-        path.unlink(missing_ok=True)
+        segment.remove()
         segment.close()
         return None
 
@@ -362,8 +362,8 @@ def remove_abandoned() -> list[str]:
             continue
         # The lock keeps others from taking it over meanwhile.
         mine = try_lock(segment.file, PUBLISHER, exclusive=True)
-        if mine and not any(segment.held(reader_byte(i)) for i in range(READERS)):
-            segment.path.unlink(missing_ok=True)
+        if mine and segment.in_place and not any(segment.held(reader_byte(i)) for i in range(READERS)):
+            segment.remove()
             removed.append(name)
         segment.close()
     return removed

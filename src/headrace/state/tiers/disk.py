@@ -69,6 +69,9 @@ class DiskTier:
         deadline_s: how long a lookup or a read may keep the caller waiting.
         queue_bytes: memory for blocks that wait to be written; more are left out.
         clock: seconds since the epoch, since files carry it as the time of their last use.
+
+    Attributes:
+        unusable: the folder cannot be made or written to, for another reason than a full disk.
     """
 
     name = DISK
@@ -105,6 +108,7 @@ class DiskTier:
         error = self._shelf.prepare()
         if error:
             self._refused(error)
+        self.unusable = error is not None and error.errno not in (errno.ENOSPC, errno.EDQUOT)
 
     def refresh(self, identity: bytes) -> None:
         """Look at the identity's folder, at most every `REFRESH_S`, and no longer than the deadline."""
