@@ -105,7 +105,7 @@ def _resumes(config: Path, folder: Path) -> Iterator[tuple[str, str]]:
     shutil.copytree(killed, whole)
     lost = _lost(_resume(whole)[1])
     for number, (name, how) in enumerate(RESUMES):
-        run = folder / f"damaged-{number}"
+        run = folder / f"case-{number}"
         shutil.copytree(killed, run)
         last = max((run / "checkpoints").iterdir(), key=lambda path: path.name)
         _damage(rng, run / name.replace("checkpoints/last", f"checkpoints/{last.name}"), how)
@@ -165,7 +165,8 @@ def _judge(run: Path, before: Sequence[Event], lost: int) -> str:
     code, said = _resume(run)
     if code:
         return "detected" if "error: " in said and "Traceback" not in said else f"wrong: {said[-300:]}"
-    if any(words in said for words in ("damaged", "does not hold", "is missing")) or _lost(said) > lost:
+    told = ("is damaged", "does not hold", "is missing", "are missing", "is not readable")
+    if any(words in said for words in told) or _lost(said) > lost:
         return "detected"
     kept = _events(run)[: len(before)] == list(before)
     return "harmless" if kept and _lost(said) == lost else f"wrong: {said[-300:]}"
@@ -184,5 +185,5 @@ def _resume(run: Path) -> tuple[int, str]:
 
 
 def _lost(said: str) -> int:
-    found = re.search(r"(\d+) tokens of the unit that was interrupted are lost", said)
+    found = re.search(r"(\d+) tokens that were sampled after the journal's last event are lost", said)
     return int(found[1]) if found else 0

@@ -107,7 +107,7 @@ def test_once_finishes_the_unit_and_checkpoints(
     count.write_text(f"{int(count.read_text()) + 7:020d}\n")
     assert "7 tokens of the interrupted unit are lost" in call("state", folder / "run").out
     resumed = resume_to_the_end(folder, call)
-    assert "; 7 tokens of the unit that was interrupted are lost" in resumed
+    assert "; 7 tokens that were sampled after the journal's last event are lost" in resumed
     assert "interrupted unit" not in call("state", folder / "run").out
     assert "run: complete" in call("state", folder / "run").out
 

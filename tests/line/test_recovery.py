@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -205,6 +206,26 @@ def test_a_missing_count_of_tokens_is_told(tmp_path: Path) -> None:
     Line.resume(tmp_path / "run").run(observer)
     assert any("the count of generated tokens is missing" in text for text in observer.said)
     check_books(tmp_path / "run", config)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "trajectories.jsonl"])
+def test_log_lines_that_are_missing_are_told(tmp_path: Path, name: str) -> None:
+    config = settings(line={"steps": 8, "checkpoint_every": 4}, sampling={"max_tokens": 9})
+
+    class KillAfterStep(Listening):
+        def on_step(self, metrics: dict[str, Any]) -> None:
+            if metrics["step"] == 5:
+                raise Killed
+
+    with pytest.raises(Killed):
+        Line.from_config(config, tmp_path / "run").run(KillAfterStep())
+    path = tmp_path / "run" / name
+    kept = [line for line in path.read_bytes().splitlines(keepends=True) if json.loads(line)["step"] <= 2]
+    path.write_bytes(b"".join(kept))
+    observer = Listening()
+    Line.resume(tmp_path / "run").run(observer)
+    assert f"{name} ends at step 2: its lines up to step 4 are missing, and stay so" in observer.said
+    assert sorted({line["step"] for line in lines_of(tmp_path / "run", name)}) == [1, 2, 5, 6, 7, 8]
 
 
 def test_another_runs_journal_is_set_aside(tmp_path: Path) -> None:

@@ -255,13 +255,14 @@ def test_rewind_forgets_later_steps(folder: RunFolder) -> None:
         folder.append_trajectories(step, [group(step)])
     folder.close()
     with RunFolder.open(folder.path) as again:
-        again.rewind(2)
+        assert again.rewind(2) == {"metrics.jsonl": 2, "trajectories.jsonl": 2}
         assert [line["step"] for line in lines(again.path / "metrics.jsonl")] == [1, 2]
         assert [line["step"] for line in lines(again.path / "trajectories.jsonl")] == [1, 1, 2, 2]
         again.append_metrics({"step": 3, "reward_mean": 30, "tokens_generated_total": 350})
         assert [line["step"] for line in lines(again.path / "metrics.jsonl")] == [1, 2, 3]
         assert scalars(again)["reward_mean"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
-        again.rewind(0)
+        assert again.rewind(9) == {"metrics.jsonl": 3, "trajectories.jsonl": 2}
+        assert again.rewind(0) == {"metrics.jsonl": 0, "trajectories.jsonl": 0}
         assert lines(again.path / "metrics.jsonl") == lines(again.path / "trajectories.jsonl") == []
         again.append_metrics({"step": 1, "reward_mean": 10})
         assert scalars(again)["reward_mean"] == [(1, 10.0)]

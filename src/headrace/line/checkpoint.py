@@ -91,7 +91,11 @@ def restore(line: Production) -> None:
     if whole:
         _refuse_gap(line, mark)
     # Only now is anything cut: what is refused stays as it is.
-    line.folder.rewind(step or 0)
+    for name, last in line.folder.rewind(step or 0).items():
+        if last < (step or 0):
+            line.observer.on_message(
+                f"{name} ends at step {last}: its lines up to step {step} are missing, and stay so"
+            )
     recovery = Recovery(line)
     if step is not None:
         line.cell.version, line.cell.weights_id = state["version"], state["weights_id"]
@@ -150,7 +154,7 @@ def _report(line: Production, step: int | None, recovery: Recovery, lost: int) -
         f"resuming {line.folder.path} at step {line.admission.version}"
         + (f", {steps} of its steps taken again since {origin}" if steps else "")
         + (f"; {recovery.tokens} tokens come from the journal" if recovery.tokens else "")
-        + (f"; {lost} tokens of the unit that was interrupted are lost" if lost else "")
+        + (f"; {lost} tokens that were sampled after the journal's last event are lost" if lost else "")
     )
 
 

@@ -29,7 +29,7 @@ import numbers
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -239,8 +239,11 @@ class RunFolder:
         with path.open("rb") as lines:
             return [line for raw in lines if (line := _decode(raw)) is not None]
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> dict[str, int]:
         """Forget every log line of a later step, and a last line that a crash tore.
+
+        Returns:
+            By log, the step of its last line now, 0 for none: less than `step` if lines are missing.
 
         Raises:
             RunError: the disk refused.
@@ -250,9 +253,11 @@ class RunFolder:
             self._scalars = None
         # TensorBoard's files cannot be cut: the next writer tells it to hide the events from this step on.
         self._purge_step = step + 1
+        last = {}
         for name in (METRICS, TRAJECTORIES):
             with self._writing(name):
-                _cut_after(self.path / name, lambda line: _step_of(line) <= step)
+                last[name] = _cut_after(self.path / name, step)
+        return last
 
     def note_generated(self, tokens: int) -> None:
         """Remember how many tokens the run has generated, so that a crash cannot hide what it loses.
@@ -413,10 +418,14 @@ def _lock(folder: Path) -> int:
         raise
 
 
-def _cut_after(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Cut a log, if there is one, after the last readable line that `keep` accepts. Only what is cut is read."""
+def _cut_after(path: Path, step: int) -> int:
+    """Cut a log, if there is one, after its last readable line of `step` or before; returns that line's step, or 0.
+
+    Only what is cut is read.
+    """
     if not path.exists() or not path.stat().st_size:
-        return
+        return 0
+    last = 0
     with path.open("r+b") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             end = len(data)
@@ -425,10 +434,11 @@ def _cut_after(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
                 line = _decode(data[start:end])
                 if line is None:
                     logger.warning("%s: a line is not readable (torn by a crash?) and is dropped", path)
-                elif keep(line):
+                elif (last := _step_of(line)) <= step:
                     break
-                end = start
+                end, last = start, 0
         file.truncate(end)
+    return last
 
 
 def _decode(raw: bytes) -> dict[str, Any] | None:
