@@ -10,6 +10,7 @@ from line_cases import KillAt, Killed, check_books, environment_file, lines_of, 
 from headrace import Line, Observer
 from headrace.config import Config
 from headrace.errors import LineStuckError, UserError
+from headrace.line import production
 from headrace.line.run_folder import RunFolder
 
 
@@ -60,6 +61,29 @@ def test_more_steps_than_before(tmp_path: Path) -> None:
         assert not folder.complete
     Line.resume(tmp_path / "run").run()
     check_books(tmp_path / "run", settings(line={"steps": 5}))
+
+
+def test_an_end_that_was_cut_off_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The final model and the evaluation of an earlier end do not count."""
+    config = settings(line={"steps": 2}, eval={"tasks": 2}, sampling={"max_tokens": 12})
+    Line.from_config(config, tmp_path / "run").run()
+    edit(tmp_path / "run", "steps = 2", "steps = 3")
+
+    def killed(*_: object) -> None:
+        raise Killed
+
+    monkeypatch.setattr(production, "save_checkpoint", killed)  # it writes `final/`
+    with pytest.raises(Killed):
+        Line.resume(tmp_path / "run").run()
+    monkeypatch.undo()
+    with RunFolder.open(tmp_path / "run", read_only=True) as folder:
+        assert folder.latest_checkpoint() == 3
+        assert not folder.complete
+    result = Line.resume(tmp_path / "run").run()
+    assert result.after is not None
+    assert result.after.step == 3
+    with RunFolder.open(tmp_path / "run", read_only=True) as folder:
+        assert folder.complete
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,14 @@ class RunFolder:
     @property
     def complete(self) -> bool:
         """Whether the run has done everything its settings ask for."""
-        measured = not self.config.eval.tasks or self.evaluation("after") is not None
-        return self.final_path.is_dir() and self.latest_checkpoint() == self.config.line.steps and measured
+        steps = self.config.line.steps
+        if self.latest_checkpoint() != steps:
+            return False
+        # What lies in `final/` and in the evaluation may be of an earlier end, before `line.steps` was raised.
+        weights = _weights_in(self.checkpoint_path(steps))
+        after = self.evaluation("after")
+        measured = not self.config.eval.tasks or (after is not None and after.step == steps)
+        return measured and bool(weights) and _weights_in(self.final_path) == weights
 
     @staticmethod
     def refuse_existing(path: str | Path) -> None:
@@ -416,6 +422,17 @@ def _lock(folder: Path) -> int:
     except BaseException:
         os.close(descriptor)
         raise
+
+
+def _weights_in(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's manifest says of its weights; nothing if it cannot be read."""
+    try:
+        files = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))["files"]
+        return {
+            name: entry for name, entry in files.items() if name.startswith("model") and "safetensors" in name
+        }
+    except (OSError, ValueError, KeyError, AttributeError):
+        return {}
 
 
 def _cut_after(path: Path, step: int) -> int:
