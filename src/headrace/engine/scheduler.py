@@ -102,11 +102,18 @@ class Scheduler:
             return False
         if any(other.order < sequence.order for other in self.waiting):
             return False
+        self._start(sequence)
+        sequence.arriving = arriving
+        return True
+
+    def _start(self, sequence: EngineSequence) -> None:
+        """Give a sequence a slot, and room for all of it: several admissions could else fill the memory with halves.
+
+        Room comes before anything is written: rows that no slot has reserved may be given back to the system.
+        """
         sequence.slot = self.slots.take()
         self.slots.grow(sequence.slot, len(sequence.token_ids))
-        sequence.arriving = arriving
         self.running.append(sequence)
-        return True
 
     def _take_arriving(self) -> None:
         """Copy some KV of the most urgent sequences that wait for it; all of it if nothing else is running."""
@@ -136,11 +143,7 @@ class Scheduler:
             if self._shares_a_prefill(sequence):
                 continue
             self.waiting.remove(sequence)
-            sequence.slot = self.slots.take()
-            self.running.append(sequence)
-            # The whole sequence at once, or several admissions could fill the memory with half prompts; and before
-            # anything is written: rows that no slot has reserved may be given back to the system.
-            self.slots.grow(sequence.slot, len(sequence.token_ids))
+            self._start(sequence)
             self._load_prefix(sequence)
             if sequence.pending == 1:
                 plan.decodes.append(sequence)

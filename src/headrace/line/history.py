@@ -14,7 +14,7 @@ from enum import StrEnum
 from typing import Any
 
 from headrace.config import Config
-from headrace.environments.validation import validate_reward
+from headrace.environments import episode_reward
 from headrace.errors import ConfigError, EnvironmentSetupError
 from headrace.schedule import Bucket
 from headrace.state.journal import Event, JournalDamaged
@@ -283,7 +283,7 @@ class History:
 
     def _reward(self, attempt: Attempt) -> None:
         try:
-            attempt.reward = validate_reward(attempt.earned, "the turns' rewards")
+            attempt.reward = episode_reward((attempt.earned,))
         except EnvironmentSetupError as error:
             self._fail(attempt, str(error))
         else:
