@@ -21,6 +21,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import peers, report, runs
+from headrace.runs.events import CheckpointWritten, RunStarted, StepTaken, TokensLost, decode
 from headrace.state.journal import Journal
 
 ROWS = ("crash_equal", "crash_lost", "crash_resume")
@@ -32,6 +33,8 @@ CHECKPOINT_EVERY = 7
 DECODE_STEPS = 4
 MOST_SEQUENCES = 64
 LIMIT_S = 120.0
+KINDS = tuple(event.kind for event in (TokensLost, CheckpointWritten, StepTaken, RunStarted))
+"""What of the journal is read."""
 
 MORE = f"""
 [engine]
@@ -99,7 +102,7 @@ def killed_run(config: Path, run_dir: Path) -> dict[str, Any]:
 
 
 def _start(config: Path, run_dir: Path) -> float:
-    """Seconds from a fresh process's birth to its first event."""
+    """Seconds from a fresh process's birth to its first record."""
     process, seconds = _until_it_works(_new(config, run_dir), run_dir)
     _kill(process)
     return seconds
@@ -110,12 +113,12 @@ def _new(config: Path, run_dir: Path) -> list[str]:
 
 
 def _until_it_works(command: Sequence[str], run_dir: Path) -> tuple[subprocess.Popen[bytes], float]:
-    """Start a process; returns it once the run has a new event, and how long that took."""
-    before, started = _last_event(run_dir), time.monotonic()
+    """Start a process; returns it once the run has a new record, and how long that took."""
+    before, started = _last_record(run_dir), time.monotonic()
     process = subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
     )
-    while _last_event(run_dir) <= before:
+    while _last_record(run_dir) <= before:
         if process.poll() is not None or time.monotonic() - started > LIMIT_S:
             _kill(process)
             raise peers.PeerError(f"{run_dir.name} did not start or come back")
@@ -143,7 +146,7 @@ def replayed(run_dir: Path) -> list[bool]:
     return equal
 
 
-def _last_event(run_dir: Path) -> int:
+def _last_record(run_dir: Path) -> int:
     path = run_dir / "journal.sqlite"
     if not path.exists():
         return 0
@@ -158,7 +161,7 @@ def _books(run_dir: Path, start_s: Sequence[float], fresh_s: float) -> dict[str,
     """What the journal says about each kill: tokens lost, and how long a resume took beside what it had to repeat.
 
     Args:
-        start_s: seconds from a process's birth to its first event, of the first start and of each resume.
+        start_s: seconds from a process's birth to its first record, of the first start and of each resume.
         fresh_s: those of a start without anything to resume.
     """
     lost: list[int] = []
@@ -167,18 +170,19 @@ def _books(run_dir: Path, start_s: Sequence[float], fresh_s: float) -> dict[str,
     started = 0
     journal = Journal.open(run_dir / "journal.sqlite", read_only=True)
     try:
-        for event in journal.read():
-            if event.kind == "lost":
-                lost.append(event.body["tokens"])
-            elif event.kind == "checkpoint":
-                repeated = 0.0
-            elif event.kind == "step":
-                metrics = event.body["metrics"]
-                repeated += metrics["time_gradient_s"] + metrics["time_optimizer_s"]
-            elif event.kind == "start":
-                if 0 < started < len(start_s):
-                    ratios.append(start_s[started] / (fresh_s + repeated))
-                started += 1
+        for stored in journal.read(kinds=KINDS):
+            for event in decode(stored.body, kinds=KINDS):
+                match event:
+                    case TokensLost(tokens):
+                        lost.append(tokens)
+                    case CheckpointWritten():
+                        repeated = 0.0
+                    case StepTaken(metrics=metrics):
+                        repeated += metrics["time_gradient_s"] + metrics["time_optimizer_s"]
+                    case RunStarted():
+                        if 0 < started < len(start_s):
+                            ratios.append(start_s[started] / (fresh_s + repeated))
+                        started += 1
     finally:
         journal.close()
     return {"lost": lost, "resume_ratios": ratios}

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import peers, report, runs
-from headrace.state.journal import Event, Journal
+from headrace.state.journal import Journal, Stored
 
 ROWS = ("damage", "damage_resumes")
 CASES = {"disk": 140, "segment": 120, "journal": 120, "checkpoint": 120}
@@ -100,7 +100,7 @@ def _resumes(config: Path, folder: Path) -> Iterator[tuple[str, str]]:
     rng = random.Random(0)
     killed = folder / "killed"
     _kill(config, killed)
-    before = _events(killed)
+    before = _records(killed)
     whole = folder / "whole"
     shutil.copytree(killed, whole)
     lost = _lost(_resume(whole)[1])
@@ -131,7 +131,7 @@ def _kill(config: Path, run: Path) -> None:
         process.wait()
 
 
-def _events(run: Path) -> list[Event]:
+def _records(run: Path) -> list[Stored]:
     journal = Journal.open(run / "journal.sqlite", read_only=True)
     try:
         return list(journal.read())
@@ -152,11 +152,11 @@ def _damage(rng: random.Random, path: Path, how: str) -> None:
     path.write_bytes(data)
 
 
-def _judge(run: Path, before: Sequence[Event], lost: int) -> str:
+def _judge(run: Path, before: Sequence[Stored], lost: int) -> str:
     """How a damaged run goes on.
 
     Args:
-        before: the events that it had.
+        before: the records that it had.
         lost: tokens that it loses without damage, those of the unit that was interrupted.
 
     Returns:
@@ -168,7 +168,7 @@ def _judge(run: Path, before: Sequence[Event], lost: int) -> str:
     told = ("is damaged", "does not hold", "is missing", "are missing", "is not readable")
     if any(words in said for words in told) or _lost(said) > lost:
         return "detected"
-    kept = _events(run)[: len(before)] == list(before)
+    kept = _records(run)[: len(before)] == list(before)
     return "harmless" if kept and _lost(said) == lost else f"wrong: {said[-300:]}"
 
 

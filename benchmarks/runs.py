@@ -72,7 +72,13 @@ def small_config(folder: Path, more: str = "") -> Path:
 
 
 def train(
-    config: Path, folder: Path, *, steps: int, overrides: Iterable[str] = (), what: str = "headrace"
+    config: Path,
+    folder: Path,
+    *,
+    steps: int,
+    overrides: Iterable[str] = (),
+    what: str = "headrace",
+    environment: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Train without evaluation in a process of its own.
 
@@ -82,6 +88,7 @@ def train(
         steps: optimizer steps.
         overrides: further `section.key=value` settings.
         what: names the run in errors.
+        environment: variables set on top of this process's own.
 
     Returns:
         The lines of `metrics.jsonl`, one per step.
@@ -92,7 +99,8 @@ def train(
     command = [program(), "train", str(config), "--run-dir", str(folder)]
     for override in ("eval.tasks=0", f"line.steps={steps}", *overrides):
         command += ["--set", override]
-    peers.run(command, what=what, timeout_s=START_TIMEOUT_S + steps * STEP_TIMEOUT_S, environment=threads())
+    limit_s = START_TIMEOUT_S + steps * STEP_TIMEOUT_S
+    peers.run(command, what=what, timeout_s=limit_s, environment=threads() | dict(environment or {}))
     metrics = read_lines(folder / "metrics.jsonl")
     if len(metrics) != steps:
         raise peers.PeerError(f"{what}: {len(metrics)} steps instead of {steps}")

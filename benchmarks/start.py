@@ -10,7 +10,7 @@ import os
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import peers, report, runs
@@ -45,8 +45,10 @@ def measure(rows: Sequence[str]) -> dict[str, report.Row]:
     }
 
 
-def time_to_first_token(config: Path, overrides: Sequence[str] = ()) -> float:
-    """Seconds until a fresh run of `config` has sampled its first tokens."""
+def time_to_first_token(
+    config: Path, overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> float:
+    """Seconds until a fresh run of `config`, with these variables set, has sampled its first tokens."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         folder = Path(scratch) / "run"
         command = [runs.program(), "train", str(config), "--run-dir", str(folder)]
@@ -55,7 +57,7 @@ def time_to_first_token(config: Path, overrides: Sequence[str] = ()) -> float:
         started = time.perf_counter()
         process = subprocess.Popen(
             command,
-            env=os.environ | runs.threads(),
+            env=os.environ | runs.threads() | dict(environment or {}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
         )

@@ -41,6 +41,7 @@ MODULES = (
     "training",
     "agreement",
     "publish",
+    "controller",
     "start",
     "memory",
     "int8",
@@ -49,6 +50,7 @@ MODULES = (
     "kv",
     "two",
     "damage",
+    "algorithms",
 )
 
 FALL = 0.1

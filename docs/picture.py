@@ -9,10 +9,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from headrace.line.account import token_rates
 from headrace.line.display import LiveDisplay, evaluation_text
-from headrace.line.metrics import token_rates
 from headrace.line.observer import LineStatus
-from headrace.line.run_folder import RunFolder
+from headrace.runs.folder import RunFolder
 
 SHOWN_STEPS = 12
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from headrace.algorithms import load_algorithm
 from headrace.config import AlgorithmConfig, EngineConfig, TrainerConfig
 from headrace.engine import Engine, random_key
 from headrace.environments import load_environment
@@ -51,7 +52,9 @@ class Comparison:
         config = EngineConfig(**request["engine"])
         self.engine = Engine(model, config)
         rate = TrainerConfig(learning_rate=request["learning_rate"])
-        self.trainer = Trainer(model.module, AlgorithmConfig(), rate, total_steps=request["switches"])
+        self.trainer = Trainer(
+            model.module, load_algorithm(AlgorithmConfig()), rate, total_steps=request["switches"]
+        )
         self.groups: list[list[Trajectory]] = []
         self.differences: list[list[float]] = []
         self.chunked = self.in_flight = 0

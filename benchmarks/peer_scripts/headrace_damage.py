@@ -26,12 +26,13 @@ from typing import Any
 
 import torch
 
+from headrace.algorithms import load_algorithm
 from headrace.config import AlgorithmConfig, EngineConfig, TrainerConfig
 from headrace.engine import Engine
 from headrace.errors import CheckpointError, HeadraceError, RunError, UserError
 from headrace.models import LoadedModel, load_model, resolve
 from headrace.models.attention import ATTENTION
-from headrace.state.journal import Journal, JournalDamaged
+from headrace.state.journal import Journal, JournalDamaged, Stored
 from headrace.state.shared_memory import segment_path
 from headrace.state.weights import WeightReader, WeightStore, content_digest
 from headrace.trainer import Trainer, load_checkpoint, save_checkpoint
@@ -209,13 +210,13 @@ class Damage:
     def journal(self, rng: random.Random, count: int) -> Iterator[tuple[str, str]]:
         """The journal: what is read is what was written, or the damage is named; what stands before it is salvaged."""
         good = self.run / "journal.sqlite"
-        written = [(event.seq, event.at, event.kind, event.body) for event in self._events(good)]
+        written = self._records(good)
         journal = Journal.open(good, read_only=True)
         self.mark = journal.mark
         journal.close()
         other = self.folder / "other.sqlite"
         journal = Journal.open(other)
-        journal.record("start", {"other": True})
+        journal.record("start", "other")
         journal.commit()
         journal.close()
         hows = (*BYTES, "full disk", "read-only folder")
@@ -331,23 +332,27 @@ class Damage:
         reader.close()
         return HARMLESS if same else WRONG
 
-    def _events(self, path: Path) -> Iterator[Any]:
+    def _records(self, path: Path, into: list[Stored] | None = None) -> list[Stored]:
+        """A journal's records, appended to `into` one by one: those before damage are there even so."""
+        records = [] if into is None else into
         journal = Journal.open(path, read_only=True)
         try:
-            yield from journal.read()
+            for stored in journal.read():
+                records.append(stored)
         finally:
             journal.close()
+        return records
 
     def _append(self, path: Path, size: int) -> None:
         journal = Journal.open(path)
         try:
-            journal.record("more", {"text": "x" * size})
+            journal.record("more", "x" * size)
             journal.commit()
         finally:
             journal.close()
 
-    def _salvages(self, path: Path, written: list[Any]) -> str:
-        found: list[Any] = []
+    def _salvages(self, path: Path, written: list[Stored]) -> str:
+        found: list[Stored] = []
         detected = False
         try:
             journal = Journal.open(path, read_only=True)
@@ -359,8 +364,7 @@ class Damage:
         except (JournalDamaged, UserError):
             pass
         try:
-            for event in self._events(path):
-                found.append((event.seq, event.at, event.kind, event.body))
+            self._records(path, found)
         except (JournalDamaged, UserError):
             detected = True
         if found != written[: len(found)] or (not detected and len(found) < len(written)):
@@ -372,7 +376,7 @@ class Damage:
             if salvaged is None or salvaged.last_seq != len(found):
                 return WRONG
             detected = True
-        again = [(event.seq, event.at, event.kind, event.body) for event in self._events(path)]
+        again = self._records(path)
         if again != written[: len(again)] or len(again) < len(found):
             return WRONG
         return DETECTED if detected else HARMLESS
@@ -388,7 +392,7 @@ class Damage:
         return WRONG
 
     def _trainer(self, model: LoadedModel) -> Trainer:
-        return Trainer(model.module, AlgorithmConfig(), TrainerConfig(), total_steps=10)
+        return Trainer(model.module, load_algorithm(AlgorithmConfig()), TrainerConfig(), total_steps=10)
 
 
 def main() -> None:

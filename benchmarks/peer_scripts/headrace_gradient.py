@@ -29,7 +29,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from headrace import kernels
-from headrace.algorithms import group_advantages
+from headrace.algorithms import group_advantages, load_algorithm
 from headrace.config import Config
 from headrace.engine import Engine
 from headrace.environments import load_environment
@@ -76,7 +76,7 @@ class Bench:
         )
         self.module = model.module
         self.engine = Engine(model, config.engine)
-        self.trainer = Trainer(model.module, config.algorithm, config.trainer, total_steps=1)
+        self.trainer = Trainer(model.module, load_algorithm(config.algorithm), config.trainer, total_steps=1)
         self.groups: dict[str, list[list[Trajectory]]] = {}
 
     def sample(self, shape: str, max_tokens: int, forced: bool) -> dict[str, Any]:

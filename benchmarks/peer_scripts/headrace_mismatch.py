@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.algorithms import effective_sample_size, policy_kl
+from headrace.algorithms import effective_sample_size, load_algorithm, policy_kl
 from headrace.config import AlgorithmConfig, EngineConfig, TrainerConfig
 from headrace.engine import Engine
 from headrace.line.setup import default_threads
@@ -40,7 +40,9 @@ class Mismatch:
             resolve(settings["model"]), dtype="float32", device="cpu", attn_implementation=ATTENTION
         )
         self.engine = Engine(model, EngineConfig(**settings["engine"]))
-        self.trainer = Trainer(model.module, AlgorithmConfig(), TrainerConfig(), total_steps=1)
+        self.trainer = Trainer(
+            model.module, load_algorithm(AlgorithmConfig()), TrainerConfig(), total_steps=1
+        )
 
     def measure(self, request: dict[str, Any]) -> dict[str, Any]:
         """Rounds of all prompts until there are enough tokens."""

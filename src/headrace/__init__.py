@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from headrace.engine import Engine, Output, Sample
     from headrace.environments import Environment
     from headrace.errors import HeadraceError, RunError, UserError
-    from headrace.line.line import Line
-    from headrace.line.observer import Evaluation, LineResult, LineStatus, Observer
+    from headrace.line.handle import Line
+    from headrace.line.observer import LineStatus, Observer
+    from headrace.runs.results import Evaluation, LineResult
     from headrace.types import Group, Sampling, Trajectory, TrajectoryId
 
 __version__ = "0.1.0"
@@ -23,11 +24,11 @@ _HOMES = {
     "Config": "headrace.config",
     "Engine": "headrace.engine",
     "Environment": "headrace.environments",
-    "Evaluation": "headrace.line.observer",
+    "Evaluation": "headrace.runs.results",
     "Group": "headrace.types",
     "HeadraceError": "headrace.errors",
-    "Line": "headrace.line.line",
-    "LineResult": "headrace.line.observer",
+    "Line": "headrace.line.handle",
+    "LineResult": "headrace.runs.results",
     "LineStatus": "headrace.line.observer",
     "Observer": "headrace.line.observer",
     "Output": "headrace.engine",

@@ -15,9 +15,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from headrace.errors import ConfigError
+from headrace.presets import BATCH_SCOPE, CORRECTING, PRESETS, unread
 
 LONGEST_WAIT_S = 1e6
 """Upper limit of settings that are waits; clocks and sockets refuse much longer ones."""
@@ -76,11 +85,14 @@ class EnvironmentConfig(Section):
         600.0,
         gt=0,
         le=LONGEST_WAIT_S,
-        description="Seconds that an episode's world may take for its answers in all, waiting for a place in a worker "
-        "included; past it the attempt has failed.",
+        description="Seconds that an episode's world may take for its answers in all; past it the attempt has failed. "
+        "Waiting for a place in a worker is not counted; `line.wait_timeout_s` bounds that, as any wait for replies.",
     )
     episodes_per_worker: int = Field(
-        64, ge=1, le=4096, description="Live episodes of several turns in one worker process."
+        64,
+        ge=1,
+        le=4096,
+        description="Live episodes of several turns in one worker process; others wait for a place.",
     )
 
 
@@ -114,15 +126,34 @@ class SamplingConfig(Section):
 class AlgorithmConfig(Section):
     """`[algorithm]`: from rewards to a loss."""
 
-    name: Literal["grpo"] = Field("grpo", description="The algorithm.")
+    # With a built-in algorithm every setting that it reads has its value, the one given or its preset (presets.py), and
+    # one that it does not read cannot be given. What a user's class reads is known where it is loaded.
+
+    name: str = Field(
+        "grpo",
+        description="A built-in (`grpo`, `dr_grpo`, `dapo`, `gspo`, `rloo`, `reinforce`, `cispo`, `icepop`, `dsis`), "
+        "or `path/to/file.py:Class` of your own. It says which of the other settings are read and presets them "
+        "([algorithms](algorithms.md)); the defaults here are those of `grpo`.",
+    )
+    options: dict[str, Any] = Field(
+        default_factory=dict, description="Keyword arguments of your own class's constructor."
+    )
     group_size: int = Field(8, ge=1, description="Samples per task (G).")
-    loss_aggregation: Literal["token", "sequence"] = Field(
+    loss_aggregation: Literal["token", "sequence", "constant"] = Field(
         "token",
         description="`token`: one mean over the batch's sampled tokens (DAPO); "
-        "`sequence`: the mean over sequences of each sequence's token mean (GRPO).",
+        "`sequence`: the mean over sequences of each sequence's token mean (GRPO); "
+        "`constant`: the mean over sequences of each sequence's sum, divided by `max_length` (Dr.GRPO).",
+    )
+    max_length: int | None = Field(
+        None,
+        ge=1,
+        description='L_max of `loss_aggregation = "constant"`; by default `environment.max_episode_tokens`, or else '
+        "`sampling.max_tokens`.",
     )
     normalize_std: bool = Field(
-        True, description="Divide advantages by the group's standard deviation; false is Dr.GRPO's advantage."
+        True,
+        description="Divide advantages by the rewards' standard deviation; false is Dr.GRPO's advantage.",
     )
     ratio: Literal["behaviour", "proximal"] = Field(
         "behaviour",
@@ -131,31 +162,91 @@ class AlgorithmConfig(Section):
     )
     clip_low: float = Field(0.2, ge=0, lt=1, description="Lower clip range ε_low.")
     clip_high: float = Field(0.28, ge=0, description="Upper clip range ε_high (clip-higher).")
+    dual_clip: float | None = Field(
+        None,
+        gt=1,
+        description="Dual clip c: where the advantage is negative the surrogate is at least c times it, so that a huge "
+        "ratio does not rule the step; unset for none.",
+    )
     importance_cap: float = Field(
         2.0,
         gt=0,
-        description='Cap C of the truncated importance weight min(π_old/μ, C) with `ratio = "proximal"`.',
+        description='Cap C of the truncated importance weight min(π_old/μ, C) with `ratio = "proximal"`, and with '
+        "`rloo` and `reinforce`.",
+    )
+    ratio_band: float = Field(
+        2.0, gt=1, description="β of `icepop`: tokens whose π_old/μ is outside [1/β, β] have no gradient."
     )
     kl_coef: float = Field(
         0.0, ge=0, description="Weight β of the KL term to the loaded model; 0 holds no reference."
     )
     zero_advantage: Literal["count", "replace"] = Field(
         "count",
-        description="A group whose rewards are all equal takes one of the step's places (`count`) or is closed "
-        "and another one admitted (`replace`, DAPO).",
+        description="A group whose advantages are all 0, because its rewards are equal, takes one of the step's places "
+        "(`count`) or is closed and another one admitted (`replace`, DAPO).",
     )
     mask_truncated: bool = Field(
         False, description="Leave completions that ran into max_tokens out of the loss and its denominator."
     )
 
+    @property
+    def file(self) -> Path | None:
+        """The user's file that `name` names; None for a built-in algorithm."""
+        file, separator, _ = self.name.rpartition(":")
+        return Path(file) if separator and file.endswith(".py") else None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_presets(cls, data: Any) -> Any:
+        name = data.get("name", "grpo") if isinstance(data, dict) else None
+        if not isinstance(name, str):
+            return data
+        if name not in PRESETS:
+            _refuse_unknown_algorithm(name)
+            return data
+        # An unknown setting is refused as such afterwards, with a suggestion.
+        extra = [key for key in unread(name, set(data)) if key in cls.model_fields]
+        if extra:
+            settings = ", ".join(f"algorithm.{key}" for key in extra)
+            raise ValueError(
+                f"{name} does not read {settings}; remove {'it' if len(extra) == 1 else 'them'}, or choose another "
+                "algorithm.name (docs/algorithms.md says what each one reads)"
+            )
+        return {"name": name, **PRESETS[name], **data}
+
     @model_validator(mode="after")
     def _group_is_a_group(self) -> Self:
-        if self.group_size == 1:
+        if self.group_size == 1 and self.name in PRESETS and self.name not in BATCH_SCOPE:
             raise ValueError(
-                "group_size = 1 with GRPO gives every sample the advantage 0, so nothing would be learned; "
+                f"group_size = 1 with {self.name} gives every sample the advantage 0, so nothing would be learned; "
                 "use at least 2"
             )
         return self
+
+    @model_validator(mode="after")
+    def _length_is_read(self) -> Self:
+        if self.max_length is not None and self.loss_aggregation != "constant":
+            raise ValueError('max_length is read with loss_aggregation = "constant" only; remove it')
+        return self
+
+    @model_serializer(mode="wrap")
+    def _what_is_read(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """A built-in algorithm's presets count as set; what it does not read is left out, and so can be read back."""
+        return {key: value for key, value in handler(self).items() if key in self.model_fields_set}
+
+
+def _refuse_unknown_algorithm(name: str) -> None:
+    """Raise ValueError for what is neither built in nor `path.py:Class`."""
+    file, separator, attribute = name.rpartition(":")
+    if separator and file.endswith(".py") and attribute:
+        return
+    if name.endswith((".py", ".py:")):
+        raise ValueError(f"name = {name!r}: name the class too: {name.removesuffix(':')}:CLASS")
+    close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ValueError(
+        f"name = {name!r}: no such algorithm{hint} (use {', '.join(PRESETS)}, or path/to/file.py:Class)"
+    )
 
 
 class TrainerConfig(Section):
@@ -232,8 +323,8 @@ class EngineConfig(Section):
     weight_format: Literal["float32", "int8"] = Field(
         "float32",
         description="Weights that generate: `float32` stands for the model's own (`model.dtype`), `int8` for quantised "
-        "linear layers. Their rollouts come from a slightly different policy, which "
-        '`algorithm.ratio = "proximal"` corrects for; needs `model.dtype = "float32"` and `model.device = "cpu"`.',
+        "linear layers. Their rollouts come from a slightly different policy, which the algorithm has to correct for "
+        '([which do](algorithms.md)); needs `model.dtype = "float32"` and `model.device = "cpu"`.',
     )
 
     @model_validator(mode="after")
@@ -323,11 +414,16 @@ class Config(Section):
         ):
             if value != needed:
                 raise ValueError(f'engine.weight_format = "int8" needs {name} = "{needed}", not "{value}"')
-        if self.algorithm.ratio != "proximal":
-            raise ValueError(
-                'engine.weight_format = "int8" needs algorithm.ratio = "proximal": the rollouts come from the '
-                "quantised policy, and the loss must correct for it"
-            )
+        _check_correction(self.algorithm)
+        return self
+
+    @model_validator(mode="after")
+    def _length_has_a_value(self) -> Self:
+        algorithm = self.algorithm
+        if algorithm.loss_aggregation == "constant" and algorithm.max_length is None:
+            length = self.environment.max_episode_tokens or self.sampling.max_tokens
+            resolved = algorithm.model_copy(update={"max_length": length})
+            object.__setattr__(self, "algorithm", resolved)
         return self
 
     @classmethod
@@ -364,7 +460,11 @@ class Config(Section):
     @classmethod
     def from_dict(cls, data: dict[str, Any], base: Path | None = None, source: str = "config") -> Config:
         """Validate `data`; relative paths in it are taken relative to `base` (default: the working folder)."""
-        data = _resolve_paths(data, (base or Path.cwd()).resolve())
+        return cls.from_resolved(_resolve_paths(data, (base or Path.cwd()).resolve()), source)
+
+    @classmethod
+    def from_resolved(cls, data: dict[str, Any], source: str = "config") -> Config:
+        """What `to_dict` wrote, whose paths are absolute: nothing is looked up on the disk."""
         try:
             return cls.model_validate(data)
         except ValidationError as error:
@@ -373,6 +473,24 @@ class Config(Section):
     def to_dict(self) -> dict[str, Any]:
         """Plain data without unset optional values, ready for TOML."""
         return self.model_dump(mode="json", exclude_none=True)
+
+
+def _check_correction(algorithm: AlgorithmConfig) -> None:
+    """Raise ValueError unless the loss corrects for a quantised policy; a class of the user's own has to."""
+    reads = PRESETS.get(algorithm.name)
+    if reads is None or algorithm.name in CORRECTING:
+        return
+    if "ratio" not in reads:
+        raise ValueError(
+            f'engine.weight_format = "int8" cannot go with algorithm.name = "{algorithm.name}": the rollouts come from '
+            f"the quantised policy, and its loss does not correct for it; use {', '.join(CORRECTING)}, or grpo with "
+            'algorithm.ratio = "proximal"'
+        )
+    if algorithm.ratio != "proximal":
+        raise ValueError(
+            'engine.weight_format = "int8" needs algorithm.ratio = "proximal": the rollouts come from the '
+            "quantised policy, and the loss must correct for it"
+        )
 
 
 def _apply_override(data: dict[str, Any], override: str) -> None:
@@ -395,7 +513,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
-    """Make `model.name`, `environment.name` and `engine.kv_disk_folder` absolute where they are relative paths."""
+    """Make relative paths absolute: of the model, the user's classes and `engine.kv_disk_folder`."""
     data = {key: dict(value) if isinstance(value, dict) else value for key, value in data.items()}
     model = data.get("model")
     if isinstance(model, dict) and isinstance(model.get("name"), str):
@@ -406,11 +524,11 @@ def _resolve_paths(data: dict[str, Any], base: Path) -> dict[str, Any]:
     engine = data.get("engine")
     if isinstance(engine, dict) and isinstance(engine.get("kv_disk_folder"), str):
         engine["kv_disk_folder"] = str((base / Path(engine["kv_disk_folder"]).expanduser()).resolve())
-    environment = data.get("environment")
-    if isinstance(environment, dict) and isinstance(environment.get("name"), str):
-        file, separator, attribute = environment["name"].rpartition(":")
-        if separator and file.endswith(".py"):
-            environment["name"] = f"{(base / Path(file).expanduser()).resolve()}:{attribute}"
+    for section in (data.get("environment"), data.get("algorithm")):
+        if isinstance(section, dict) and isinstance(section.get("name"), str):
+            file, separator, attribute = section["name"].rpartition(":")
+            if separator and file.endswith(".py"):
+                section["name"] = f"{(base / Path(file).expanduser()).resolve()}:{attribute}"
     return data
 
 

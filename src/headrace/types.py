@@ -167,6 +167,13 @@ class Trajectory:
         self.logprobs.append(logprob)
         self.versions.append(version)
 
+    def extend_sampled(self, token_ids: Sequence[int], logprobs: Sequence[float], version: int) -> None:
+        """Append tokens that policy `version` sampled, with their behaviour log-probabilities."""
+        self.token_ids.extend(token_ids)
+        self.sampled.extend([True] * len(token_ids))
+        self.logprobs.extend(logprobs)
+        self.versions.extend([version] * len(token_ids))
+
     @property
     def prompt_length(self) -> int:
         """Number of tokens before the first sampled one."""

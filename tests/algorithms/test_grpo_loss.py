@@ -11,17 +11,34 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from headrace.algorithms import (
+    TokenLoss,
+    Tokens,
     aggregate,
     clipped_surrogate,
     denominator,
     k3_kl,
-    token_loss,
+    load_algorithm,
     truncated_importance_weights,
 )
+from headrace.config import AlgorithmConfig
 
 LOGPROB = st.floats(-6, 0)
 TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, LOGPROB, st.floats(-3, 3)), min_size=1, max_size=8)
-SETTINGS = {"clip_low": 0.2, "clip_high": 0.28, "importance_cap": 2.0}
+
+
+def token_loss(
+    logp: Tensor,
+    logp_behaviour: Tensor,
+    advantages: Tensor,
+    *,
+    ratio: str,
+    kl_coef: float = 0.0,
+    logp_ref: Tensor | None = None,
+) -> TokenLoss:
+    """GRPO's, with its preset ranges and cap."""
+    grpo = load_algorithm(AlgorithmConfig(ratio=ratio, kl_coef=kl_coef))
+    ones = torch.ones(len(logp), dtype=torch.long)
+    return grpo.token_losses(Tokens(logp, logp_behaviour, advantages, ones, ones - 1, logp_ref))
 
 
 def columns(tokens: list[tuple[float, ...]]) -> list[Tensor]:
@@ -70,7 +87,7 @@ def test_k3_is_the_formula_and_never_negative(tokens: list[tuple[float, ...]]) -
 @given(TOKENS, st.sampled_from(["behaviour", "proximal"]), st.sampled_from([0.0, 0.04]))
 def test_the_token_loss_is_the_formula(tokens: list[tuple[float, ...]], ratio: str, beta: float) -> None:
     logp, mu, ref, advantages = columns(tokens)
-    loss = token_loss(logp, mu, advantages, ratio=ratio, kl_coef=beta, logp_ref=ref, **SETTINGS).loss
+    loss = token_loss(logp, mu, advantages, ratio=ratio, kl_coef=beta, logp_ref=ref).loss
     for t, (p, m, r, a) in enumerate(tokens):
         if ratio == "behaviour":
             u, weight = math.exp(p - m), 1.0
@@ -87,7 +104,7 @@ def test_on_policy_the_gradient_is_that_of_the_policy_gradient(ratio: str) -> No
         [(-0.5, -0.5, 0.0, 1.5), (-2.0, -2.0, 0.0, -0.7), (-1.0, -1.0, 0.0, 0.0)]
     )
     logp.requires_grad_()
-    loss, clipped = token_loss(logp, mu, advantages, ratio=ratio, **SETTINGS)
+    loss, clipped = token_loss(logp, mu, advantages, ratio=ratio)
     (gradient,) = torch.autograd.grad(loss.sum(), logp)
     assert torch.allclose(gradient, -advantages, atol=1e-15)
     assert not clipped.any()
@@ -103,7 +120,7 @@ def test_the_kl_gradient_is_that_of_the_estimator() -> None:
 def test_a_kl_term_needs_the_reference() -> None:
     one = torch.zeros(1)
     with pytest.raises(ValueError, match="reference"):
-        token_loss(one, one, one, ratio="behaviour", kl_coef=0.1, **SETTINGS)
+        token_loss(one, one, one, ratio="behaviour", kl_coef=0.1)
 
 
 @given(st.lists(st.lists(st.floats(-3, 3), min_size=1, max_size=5), min_size=1, max_size=6))

@@ -1,10 +1,10 @@
-"""Rows that watch `headrace train`: what a publish costs, when the first token comes, whether memory stays flat."""
+"""Rows that watch `headrace train`: publishes, the controller, the first token, and whether memory stays flat."""
 
 from pathlib import Path
 
 import pytest
 
-from benchmarks import memory, peers, publish, runs, start
+from benchmarks import controller, memory, peers, publish, runs, start
 
 
 def test_a_publish_is_a_share_of_its_own_step_and_the_first_is_a_warm_up():
@@ -15,6 +15,15 @@ def test_a_publish_is_a_share_of_its_own_step_and_the_first_is_a_warm_up():
     assert row.met
     assert row.details["shares"] == pytest.approx([0.01, 0.02, 0.03])
     assert publish.row("publish_int8", metrics).ratio == pytest.approx(2.5)
+
+
+def test_the_controller_takes_what_no_unit_took_and_the_first_step_is_a_warm_up():
+    steps = [(3.0, 10), (0.02, 300), (0.04, 700)]
+    metrics = [{"time_other_s": s, "time_step_s": 2.0, "tokens_generated": tokens} for s, tokens in steps]
+    row = controller.row(metrics)
+    assert row.headrace == pytest.approx(0.06 / 1000)
+    assert row.met
+    assert controller.row([*metrics, metrics[0]]).met is False
 
 
 def test_the_first_token_is_the_first_that_a_run_notes(tmp_path: Path):

@@ -25,7 +25,8 @@ from headrace.line.display import (
     sparkline,
     step_line,
 )
-from headrace.line.observer import EvaluatedTask, Evaluation, LineStatus
+from headrace.line.observer import LineStatus
+from headrace.runs.results import EvaluatedTask, Evaluation
 
 STATUS = LineStatus(
     step=2,

@@ -11,13 +11,28 @@ from typing import Any
 
 import pytest
 from command_line import command
-from run_cases import TWO_GROUPS, Call, Events, admit, settings, start, step, tokens, world, write
+from run_cases import (
+    TWO_GROUPS,
+    Call,
+    Moves,
+    admit,
+    checkpoint,
+    folded,
+    rebased,
+    settings,
+    start,
+    step,
+    stop,
+    tokens,
+    world,
+    write,
+)
 
 from headrace.errors import EnvironmentFailure
-from headrace.line.line import Line
+from headrace.line.handle import Line
 from headrace.line.observer import Observer
-from headrace.line.replay import ReplayedStep
-from headrace.line.run_folder import RunFolder
+from headrace.line.retake import RetakenStep
+from headrace.runs.folder import RunFolder
 
 
 def row(called: Any, name: str) -> list[str]:
@@ -107,8 +122,8 @@ def test_an_odd_run_is_told_and_hides_no_other(says: str, run: Path, call: Call)
 
 
 def test_a_journal_of_another_form_is_told(run: Path, call: Call) -> None:
-    odd = write(run.parent / "odd", settings(), [start(settings()), ("step", {"number": 1})], logs=False)
-    says = "event 2 (step) of journal.sqlite is not as this version of headrace writes it"
+    odd = write(run.parent / "odd", settings(), [start(settings()), ("step", '[["step",1]]')], logs=False)
+    says = "record 2 (step) of journal.sqlite is not as this version of headrace writes it"
     called = call("runs", "list")
     assert row(called, "odd")[4] == says
     assert row(called, "one")[1] == "1/3"
@@ -120,11 +135,11 @@ def test_the_count_of_tokens_that_cannot_be_read_is_told(run: Path, call: Call) 
     refused(call("state", run), "tokens_generated cannot be read")
 
 
-def test_recorded_text_that_cannot_be_read_is_told(tmp_path: Path, call: Call) -> None:
+def test_recorded_text_stands_in_the_journal(tmp_path: Path, call: Call) -> None:
     config = settings(model={"name": "owner/never-fetched"})
     path = write(tmp_path / "run", config, TWO_GROUPS)
     (path / "trajectories.jsonl").mkdir()
-    refused(call("runs", "trajectories", path, "--show", "0.0.0"), "trajectories.jsonl cannot be read")
+    assert "[policy]\nfish" in call("runs", "trajectories", path, "--show", "0.1.1").out
 
 
 # Names
@@ -150,7 +165,7 @@ def test_replay_finds_it_too(run: Path, call: Call, monkeypatch: pytest.MonkeyPa
 
     asked = []
 
-    def replay(run_dir: Path, on_step: Callable[[ReplayedStep], None]) -> list[ReplayedStep]:
+    def replay(run_dir: Path, on_step: Callable[[RetakenStep], None]) -> list[RetakenStep]:
         asked.append(run_dir)
         return []
 
@@ -189,9 +204,9 @@ def test_held_out_reward_is_told(run: Path, call: Call) -> None:
 # How runs ended
 
 CONFIG = settings(line={"steps": 4, "checkpoint_every": 2})
-STARTED: Events = [start(CONFIG), admit(0), tokens(0, ("0.0.0", "4", "stop"))]
-CHECKPOINT = ("checkpoint", {"step": 2})
-TWO_STEPS: Events = [*STARTED, step(1, 0), admit(1), step(2, 1)]
+STARTED: Moves = [start(CONFIG), admit(0), tokens(0, ("0.0.0", "4", "stop"))]
+CHECKPOINT = checkpoint(2)
+TWO_STEPS: Moves = [*STARTED, step(1, 0), admit(1), step(2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -201,17 +216,20 @@ TWO_STEPS: Events = [*STARTED, step(1, 0), admit(1), step(2, 1)]
         (STARTED, "killed"),
         (TWO_STEPS, "killed"),
         ([*TWO_STEPS, CHECKPOINT], "killed"),  # the one that is due every two steps
-        ([*TWO_STEPS, ("stop", {"reason": "asked to"})], "killed"),
-        ([*TWO_STEPS, ("stop", {"reason": "asked to"}), CHECKPOINT], "stopped"),
-        ([*TWO_STEPS, ("stop", {"reason": "asked to"}), CHECKPOINT, start(CONFIG)], "killed"),
-        ([*TWO_STEPS, CHECKPOINT, world("1.0.0", None, error="it died"), CHECKPOINT], "failed"),
+        ([*TWO_STEPS, stop()], "killed"),
+        ([*TWO_STEPS, stop(), CHECKPOINT], "stopped"),
+        ([*TWO_STEPS, stop(), CHECKPOINT, start(CONFIG)], "killed"),
+        (
+            [*TWO_STEPS, CHECKPOINT, admit(2), tokens(2, ("2.0.0", "4", "stop")), CHECKPOINT],
+            "failed",
+        ),
         ([*TWO_STEPS, CHECKPOINT, CHECKPOINT], "failed"),
-        ([*TWO_STEPS, ("base", {"step": 2, "digest": "d", "whole": True}), CHECKPOINT], "killed"),
+        ([*TWO_STEPS, rebased(), CHECKPOINT], "killed"),
     ],
 )
-def test_the_last_events_say_how_a_run_ended(tmp_path: Path, events: Events, state: str, call: Call) -> None:
+def test_the_last_events_say_how_a_run_ended(tmp_path: Path, events: Moves, state: str, call: Call) -> None:
     path = write(tmp_path / "runs" / "one", CONFIG, events)
-    if ("checkpoint", {"step": 2}) in events:
+    if CHECKPOINT in events:
         (path / "checkpoints" / "step-2").mkdir()
     assert row(call("runs", "list"), "one")[4] == state
     assert f"{state}, " in call("runs", "show", "one").out
@@ -219,7 +237,7 @@ def test_the_last_events_say_how_a_run_ended(tmp_path: Path, events: Events, sta
 
 
 def test_a_checkpoint_that_never_became_whole_is_no_stop(tmp_path: Path, call: Call) -> None:
-    write(tmp_path / "runs" / "one", CONFIG, [*TWO_STEPS, ("stop", {"reason": "asked to"}), CHECKPOINT])
+    write(tmp_path / "runs" / "one", CONFIG, [*TWO_STEPS, stop(), CHECKPOINT])
     assert row(call("runs", "list"), "one")[4] == "killed"
 
 
@@ -278,20 +296,19 @@ def test_what_the_interrupted_unit_lost_is_told_before_a_resume(run: Path, call:
         return str(call("state", run).out.split("queue\n")[1])
 
     assert "not known: the count of sampled tokens" in queue(None)
-    assert "interrupted unit" not in queue(9 + 5)  # 9 up to step 1, and 5 after it
-    assert "3 tokens of the interrupted unit are lost" in queue(9 + 5 + 3)
+    assert "interrupted unit" not in queue(8 + 5)  # 8 up to step 1, and 5 after it
+    assert "3 tokens of the interrupted unit are lost" in queue(8 + 5 + 3)
     with RunFolder.open(run):
         assert "interrupted unit" not in queue(None)  # it is being sampled
 
 
-def test_where_a_part_of_the_journal_is_gone_nobody_knows(tmp_path: Path, call: Call) -> None:
-    gap = ("base", {"step": 5, "digest": "d", "whole": False})
-    events = [*TWO_GROUPS, gap, start(settings()), tokens(5, ("9.0.0", "abc", None))]
+def test_where_a_part_of_the_journal_is_gone(tmp_path: Path, call: Call) -> None:
+    """The checkpoint that stands for it knows: what it says is in the journal where the gap is."""
+    before = folded([start(settings()), step(1, 0), admit(1)])
+    sampled = before.ledger.generated
+    events = [*TWO_GROUPS, rebased(before), start(settings()), tokens(1, ("1.0.0", "abc", None))]
     path = write(tmp_path / "run", settings(), events)
-    (path / "tokens_generated").write_text(f"{500:020d}\n")
-    assert "not known" in call("state", path).out
-    path = write(tmp_path / "later", settings(), [*events, step(6, 9), tokens(6, ("10.0.0", "ab", None))])
-    (path / "tokens_generated").write_text(f"{9 * 6 + 2 + 4:020d}\n")
+    (path / "tokens_generated").write_text(f"{sampled + 3 + 4:020d}\n")
     assert "4 tokens of the interrupted unit are lost" in call("state", path).out
 
 
@@ -300,7 +317,12 @@ def test_where_a_part_of_the_journal_is_gone_nobody_knows(tmp_path: Path, call: 
 
 def test_what_cannot_be_encoded_is_shown_escaped(tmp_path: Path, environ: dict[str, str]) -> None:
     odd = {"prompt": "what is \ud800?"}
-    events = [start(settings()), admit(0, task=odd), world("0.0.0", None, error="no \udfff, said it")]
+    events = [
+        start(settings()),
+        admit(0, task=odd),
+        tokens(0, ("0.0.0", "a", "stop")),
+        world("0.0.0", None, error="no \udfff, said it"),
+    ]
     write(tmp_path / "runs" / "one", settings(), events)
     for arguments in (["runs", "trajectories", "one"], ["runs", "trajectories", "one", "--show", "0.0.0"]):
         done = subprocess.run(

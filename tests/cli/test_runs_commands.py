@@ -9,14 +9,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from run_cases import TWO_GROUPS, Call, Events, admit, settings, start, step, tokens, world, write
+from run_cases import (
+    TWO_GROUPS,
+    Call,
+    Moves,
+    admit,
+    close,
+    commit,
+    earlier_format,
+    folded,
+    one,
+    rebased,
+    record,
+    settings,
+    start,
+    step,
+    tokens,
+    world,
+    write,
+)
 
 from headrace.config import Config
 from headrace.line import replay as replaying
-from headrace.line.history import History, Status
-from headrace.line.reading import read_history
-from headrace.line.replay import ReplayedStep
-from headrace.line.run_folder import RunFolder
+from headrace.line.retake import RetakenStep
+from headrace.runs.events import TokensLost
+from headrace.runs.folder import RunFolder
+from headrace.runs.history import History
+from headrace.runs.reading import read_history
+from headrace.runs.state import Status
 from headrace.schedule import Bucket
 from headrace.state.journal import Journal
 from headrace.types import TrajectoryId
@@ -58,7 +78,7 @@ def test_attempts_are_followed_from_admission_to_their_bucket(run: Path) -> None
         "0.0.0": (Status.REWARDED, 1.0, 2, 0, 1, Bucket.TRAINED),
         "0.1.0": (Status.FAILED, None, 2, 0, None, Bucket.ENVIRONMENT_FAILED),
         "0.1.1": (Status.REWARDED, 0.0, 4, 0, 1, Bucket.TRAINED),
-        "1.0.0": (Status.RUNNING, None, 3, 1, None, None),
+        "1.0.0": (Status.DECODING, None, 3, 1, None, None),
         "1.1.0": (Status.AT_ENVIRONMENT, None, 2, 1, None, None),
     }
     assert sum(attempt.tokens for attempt in history.attempts_in_flight) == 5
@@ -66,36 +86,45 @@ def test_attempts_are_followed_from_admission_to_their_bucket(run: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "rewards", "buckets"),
+    ("rewards", "buckets"),
     [
-        ({}, (1.0, 1.0), (Bucket.ZERO_ADVANTAGE, Bucket.ZERO_ADVANTAGE)),
-        ({"kl_coef": 0.1}, (1.0, 1.0), (Bucket.TRAINED, Bucket.TRAINED)),
-        ({"mask_truncated": True}, (1.0, 0.0), (Bucket.TRAINED, Bucket.MASKED)),
+        ((1.0, 1.0), (Bucket.ZERO_ADVANTAGE, Bucket.ZERO_ADVANTAGE)),
+        ((1.0, 1.0), (Bucket.TRAINED, Bucket.TRAINED)),
+        ((1.0, 0.0), (Bucket.TRAINED, Bucket.MASKED)),
     ],
 )
 def test_tokens_end_where_the_trainer_puts_them(
-    tmp_path: Path, algorithm: dict[str, Any], rewards: tuple[float, float], buckets: tuple[Bucket, Bucket]
+    tmp_path: Path, rewards: tuple[float, float], buckets: tuple[Bucket, Bucket]
 ) -> None:
-    config = settings(algorithm=algorithm)
+    """The trainer's word is recorded, so settings need not be read to know it."""
+    config = settings()
     events = [
         start(config),
         admit(0),
         tokens(0, ("0.0.0", "4", "stop"), ("0.1.0", "5", "length")),
         world("0.0.0", rewards[0]),
         world("0.1.0", rewards[1]),
-        ("commit", {"group": 0}),
-        step(1, 0),
+        commit(0),
+        step(1, 0, buckets=buckets, advantages=(0.7, -0.7)),
     ]
     history = history_of(write(tmp_path / "run", config, events))
     assert tuple(attempt.bucket for attempt in history.attempts.values()) == buckets
+    assert [attempt.advantage for attempt in history.attempts.values()] == [0.7, -0.7]
 
 
 def test_a_closed_group_goes_where_it_was_closed_to(tmp_path: Path) -> None:
-    events = [*TWO_GROUPS, world("1.1.0", 1.0), ("close", {"group": 1, "bucket": "dropped_stale"})]
+    failed = [
+        tokens(1, ("1.0.0", "x", "stop")),
+        world("1.0.0", None, error="it died"),
+        tokens(1, ("1.0.1", "x", "stop")),
+        world("1.0.1", None, error="it died again"),
+    ]
+    events = [*TWO_GROUPS, world("1.1.0", 1.0), *failed, close(1, Bucket.DROPPED_STALE)]
     history = history_of(write(tmp_path / "run", settings(), events))
     assert history.attempts[TrajectoryId(1, 1, 0)].bucket is Bucket.DROPPED_STALE
-    # One that had no reward when its group was closed was failed for good.
-    assert history.attempts[TrajectoryId(1, 0, 0)].status is Status.FAILED
+    for attempt in (0, 1):
+        gone = history.attempts[TrajectoryId(1, 0, attempt)]
+        assert (gone.status, gone.bucket) == (Status.FAILED, Bucket.ENVIRONMENT_FAILED)
     assert not any(group.outstanding for group in history.groups.values())
     assert not list(history.attempts_in_flight)
 
@@ -104,7 +133,7 @@ def say(text: str, role: str = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": text}], "tools": []}
 
 
-def conversation(config: Config) -> Events:
+def conversation(config: Config) -> Moves:
     return [
         start(config, multi_turn=True),
         admit(0, task={"secret": 7}),
@@ -113,7 +142,7 @@ def conversation(config: Config) -> Events:
         tokens(0, ("0.0.0", "3", "stop"), ("0.1.0", "1", "stop")),
         world("0.0.0", 0.25, observation=say("higher"), done=False),
         world("0.1.0", 0.25, observation=say("higher"), done=False),
-        tokens(1, ("0.0.0", "7", "stop"), ("0.1.0", "2", "stop")),
+        tokens(0, ("0.0.0", "7", "stop"), ("0.1.0", "2", "stop")),
         world("0.0.0", 1.0),
     ]
 
@@ -122,13 +151,14 @@ def conversation(config: Config) -> Events:
 def test_conversations_earn_in_every_turn_and_end_at_a_limit(tmp_path: Path, limit: str, call: Call) -> None:
     config = settings()
     if limit == "turns":
-        if "max_turns" not in type(config.environment).model_fields:
-            pytest.skip("no limit on turns")
         config = settings(environment={"max_turns": 2})
     path = write(
         tmp_path / "run",
         config,
-        [*conversation(config), world("0.1.0", 0.5, observation=say("higher"), done=False)],
+        [
+            *conversation(config),
+            world("0.1.0", 0.5, observation=say("higher"), done=False, cut=limit == "turns"),
+        ],
     )
     history = history_of(path)
     done, cut = history.attempts.values()
@@ -136,9 +166,12 @@ def test_conversations_earn_in_every_turn_and_end_at_a_limit(tmp_path: Path, lim
     if limit == "turns":
         assert (cut.status, cut.reward) == (Status.REWARDED, 0.75)
     else:
-        assert cut.status is Status.RUNNING
-        later = [*conversation(config), world("0.1.0", 0.5, observation=say("higher"), done=False)]
-        path = write(tmp_path / "later", config, [*later, ("commit", {"group": 0})])
+        assert cut.status is Status.DECODING
+        later = [
+            *conversation(config),
+            world("0.1.0", 0.5, observation=say("higher"), done=False, cut=True),
+        ]
+        path = write(tmp_path / "later", config, [*later, commit(0)])
         cut = history_of(path).attempts[TrajectoryId(0, 1, 0)]
         assert (cut.status, cut.reward, cut.finish_reason) == (Status.REWARDED, 0.75, "length")
     assert call("pull", "tiny-random").code == 0  # its tokenizer
@@ -158,13 +191,16 @@ def test_conversations_earn_in_every_turn_and_end_at_a_limit(tmp_path: Path, lim
     assert places == sorted(places)
 
 
-def test_a_group_from_before_the_journal_has_no_task(tmp_path: Path, call: Call) -> None:
-    """A journal that was begun anew after damage knows only what came later."""
-    events = [start(settings()), tokens(4, ("7.1.2", "abc", "stop")), world("7.1.2", 1.0), step(5, 7)]
+def test_a_journal_that_goes_on_from_a_checkpoint(tmp_path: Path, call: Call) -> None:
+    """A journal that goes on from a checkpoint knows what the checkpoint knew, and what came later."""
+    before = folded([start(settings()), step(1, 0), step(2, 1), admit(2), tokens(2, ("2.0.0", "a", None))])
+    events = [start(settings()), rebased(before), tokens(2, ("2.0.0", "bc", "stop")), step(3, 2)]
     path = write(tmp_path / "run", settings(), events)
-    assert history_of(path).attempts[TrajectoryId(7, 1, 2)].step == 5
-    called = call("runs", "trajectories", path, "--show", "7.1.2")
-    assert "admitted before this journal begins" in called.out
+    history = history_of(path)
+    assert list(history.groups) == [2]
+    attempt = history.attempts[TrajectoryId(2, 0, 0)]
+    assert (attempt.step, attempt.tokens) == (3, 3)
+    assert "what is 2 + 2?" in call("runs", "trajectories", path, "--show", "2.0.0").out
 
 
 def test_steps_that_only_the_metrics_know(tmp_path: Path, call: Call) -> None:
@@ -199,8 +235,8 @@ def test_list(run: Path, call: Call) -> None:
 def test_a_run_that_goes_on_is_read_and_left_alone(run: Path, call: Call) -> None:
     with RunFolder.open(run) as folder:
         journal = Journal.open(folder.journal_path)
-        journal.record(*world("1.1.0", 1.0))
-        journal.commit()
+        state = folded(TWO_GROUPS)
+        record(journal, [world("1.1.0", 1.0)], state)
         before = {
             file.name: file.stat().st_mtime_ns for file in run.iterdir() if file.name != "journal.sqlite-shm"
         }
@@ -213,8 +249,8 @@ def test_a_run_that_goes_on_is_read_and_left_alone(run: Path, call: Call) -> Non
             file.name: file.stat().st_mtime_ns for file in run.iterdir() if file.name != "journal.sqlite-shm"
         }
         # The writer goes on as if nobody had looked.
-        journal.record("commit", {"group": 1})
-        journal.commit()
+        rest = [tokens(1, ("1.0.0", "x", "stop")), world("1.0.0", 1.0), commit(1)]
+        record(journal, rest, state)
         journal.close()
     assert "running" not in call("runs", "list").out
 
@@ -234,7 +270,7 @@ def test_show(run: Path, call: Call) -> None:
 def test_show_the_last_steps(tmp_path: Path, call: Call) -> None:
     config = settings(line={"steps": 50})
     path = write(
-        tmp_path / "run", config, [start(config), *(step(n, n, reward=n / 100) for n in range(1, 41))]
+        tmp_path / "run", config, [start(config), *(step(n, n - 1, reward=n / 100) for n in range(1, 41))]
     )
     shown = call("runs", "show", path).out
     assert "0.400" in shown
@@ -277,10 +313,9 @@ def test_one_trajectory_as_text(run: Path, call: Call) -> None:
 def test_text_without_a_tokenizer_is_the_recorded_one(tmp_path: Path, call: Call) -> None:
     config = settings(model={"name": "owner/never-fetched"})
     path = write(tmp_path / "run", config, TWO_GROUPS)
-    line = {"step": 1, "group": 0, "sample": 0, "attempt": 0, "completion": "the recorded answer"}
-    (path / "trajectories.jsonl").write_text(json.dumps(line) + "\n")
-    assert "the recorded answer" in call("runs", "trajectories", path, "--show", "0.0.0").out
-    assert f"[{ord('1')}, {ord('1')}]" in call("runs", "trajectories", path, "--show", "0.1.0").out
+    assert "[policy]\nfish\n" in call("runs", "trajectories", path, "--show", "0.1.1").out
+    unfinished = call("runs", "trajectories", path, "--show", "1.0.0").out
+    assert f"[{ord('a')}, {ord('b')}, {ord('c')}]" in unfinished
 
 
 @pytest.mark.parametrize(
@@ -307,7 +342,7 @@ def test_wrong_calls(arguments: list[str], says: list[str], run: Path, call: Cal
 @pytest.fixture
 def damaged(run: Path) -> Path:
     database = sqlite3.connect(run / "journal.sqlite")
-    database.execute("UPDATE events SET kind = 'other' WHERE seq = 7")
+    database.execute("UPDATE records SET kind = 'other' WHERE seq = 7")
     database.commit()
     database.close()
     return run
@@ -318,9 +353,9 @@ def test_a_damaged_journal_is_read_up_to_the_damage(damaged: Path, call: Call) -
     for arguments in (["runs", "show"], ["runs", "trajectories"], ["state"]):
         called = call(*arguments, damaged)
         assert called.code == 0, called.err
-        assert "damaged from event 7 on: its checksum is wrong" in called.out
+        assert "damaged from record 7 on: its checksum is wrong" in called.out
     history = history_of(damaged)
-    assert history.events == 6
+    assert history.records == 6
     assert history.attempts[TrajectoryId(0, 0, 0)].reward == 1.0
     assert TrajectoryId(1, 0, 0) not in history.attempts
     # The step stands in the metrics too.
@@ -330,7 +365,7 @@ def test_a_damaged_journal_is_read_up_to_the_damage(damaged: Path, call: Call) -
 def test_what_is_no_database_is_damaged(run: Path, call: Call) -> None:
     (run / "journal.sqlite").write_bytes(b"no database" * 900)
     assert "stopped, damaged" in call("runs", "list").out
-    assert "damaged from event 1 on" in call("runs", "show", run).out
+    assert "damaged from record 1 on" in call("runs", "show", run).out
     (run / "journal.sqlite").write_bytes(b"")
     assert "stopped, damaged" in call("runs", "list").out
 
@@ -346,8 +381,8 @@ def test_state(run: Path, call: Call) -> None:
         "killed",
         "checkpoints/step-1",
         "2.9 KB",
-        "13 events",
-        "the last event is tokens",
+        "12 records",
+        "the last event is said",
         "version 1",
         "weights1",
         "1 groups outstanding, the first due at version 1",
@@ -386,28 +421,26 @@ def test_state_tells_which_kv_lies_where(tmp_path: Path, call: Call, monkeypatch
 
 
 def test_lost_tokens_are_told(tmp_path: Path, call: Call) -> None:
-    path = write(
-        tmp_path / "run", settings(), [start(settings()), ("lost", {"tokens": 12}), step(1, 0, lost=12)]
-    )
+    path = write(tmp_path / "run", settings(), [start(settings()), one(TokensLost(12)), step(1, 0, lost=12)])
     assert "12 lost in crashes" in call("state", path).out
     assert "lost " in call("runs", "show", path).out
 
 
 @pytest.fixture
-def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[ReplayedStep]]:
-    steps: list[ReplayedStep] = []
+def replays(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RetakenStep]]:
+    steps: list[RetakenStep] = []
 
-    def replay(run_dir: Path, on_step: Callable[[ReplayedStep], None]) -> list[ReplayedStep]:
-        for one in steps:
-            on_step(one)
+    def replay(run_dir: Path, on_step: Callable[[RetakenStep], None]) -> list[RetakenStep]:
+        for step_ in steps:
+            on_step(step_)
         return steps
 
     monkeypatch.setattr(replaying, "replay", replay)
     return steps
 
 
-def test_replay_says_equal_or_differs(run: Path, call: Call, replays: list[ReplayedStep]) -> None:
-    replays[:] = [ReplayedStep(1, "aaaa", "aaaa"), ReplayedStep(2, "bbbb", "bbbb")]
+def test_replay_says_equal_or_differs(run: Path, call: Call, replays: list[RetakenStep]) -> None:
+    replays[:] = [RetakenStep(1, "aaaa", "aaaa"), RetakenStep(2, "bbbb", "bbbb")]
     called = call("runs", "replay", run)
     assert called.code == 0, called.err
     assert [line.split()[:3] for line in called.out.splitlines()[:2]] == [
@@ -415,11 +448,25 @@ def test_replay_says_equal_or_differs(run: Path, call: Call, replays: list[Repla
         ["step", "2", "equal"],
     ]
     assert "2 steps, all equal" in called.out
-    replays[1] = ReplayedStep(2, "bbbb", "cccc")
+    replays[1] = RetakenStep(2, "bbbb", "cccc")
     called = call("runs", "replay", run)
     assert called.code == 1
     assert "bbbb was recorded, cccc came out" in called.out
     assert "1 of 2 steps differ, the first is step 2" in called.out
+
+
+def test_steps_of_other_kernels_are_not_checkable(run: Path, call: Call, replays: list[RetakenStep]) -> None:
+    replays[:] = [RetakenStep(1, "aaaa", "aaaa"), RetakenStep(2, "bbbb", "cccc", checkable=False)]
+    called = call("runs", "replay", run)
+    assert called.code == 0, called.err
+    assert "not checkable here: other kernels" in called.out
+    assert "1 steps equal, 1 not checkable here" in called.out
+
+
+def test_a_journal_of_an_earlier_version_is_refused_in_one_line(run: Path, call: Call) -> None:
+    earlier_format(run / "journal.sqlite")
+    refused(call("runs", "show", run), "is a journal of an earlier version of headrace (format 1")
+    assert "it cannot be read" in call("runs", "list").out
 
 
 def test_the_commands_agree_with_a_real_run(trained: tuple[Path, Any], call: Call) -> None:

@@ -289,6 +289,7 @@ def test_the_timeout_runs_from_the_start_of_a_reward_not_from_its_submission(mak
     while pool.pending:
         replies += pool.wait(5.0)
     assert [reply.reward for reply in replies] == [1.0] * 5
+    assert all(0.3 <= reply.seconds < 0.9 for reply in replies)
 
 
 def test_a_hanging_reward_does_not_hold_up_other_workers(make_pool: MakePool) -> None:

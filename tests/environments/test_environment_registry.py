@@ -128,10 +128,3 @@ def test_the_place_of_an_error_is_in_the_users_own_code(tmp_path: Path) -> None:
         exec(compile("\n\ndivide()", str(task_file), "exec"), names)
     assert describe_exception(error.value, tmp_path) == f"ZeroDivisionError: division by zero ({task_file}:3)"
     assert describe_exception(error.value) == f"ZeroDivisionError: division by zero ({library}:2)"
-
-
-def test_a_lone_surrogate_in_an_exception_is_escaped() -> None:
-    error = ValueError("bad \ud800 name \udcff, é is fine")
-    text = describe_exception(error)
-    assert text == "ValueError: bad \\ud800 name \\udcff, é is fine"
-    text.encode()

@@ -74,10 +74,10 @@ def test_a_finite_source_is_reshuffled_each_epoch(kind: str) -> None:
 def test_the_test_split_keeps_its_order_and_take_stops_at_its_end(kind: str) -> None:
     for seed in (0, 1):
         stream = TaskStream(SOURCES[kind](), "test", seed)
-        assert [task["n"] for task in stream.take(3)] == [0, 1, 2]
-        assert [task["n"] for task in stream.take(7)] == list(range(7))
-        assert [task["n"] for task in stream.take(100)] == list(range(7))
-        assert stream.take(0) == []
+        assert [task["n"] for task in stream.first(3)] == [0, 1, 2]
+        assert [task["n"] for task in stream.first(7)] == list(range(7))
+        assert [task["n"] for task in stream.first(100)] == list(range(7))
+        assert stream.first(0) == []
         assert order(stream, range(9)) == [0, 1, 2, 3, 4, 5, 6, 0, 1]
 
 
@@ -116,7 +116,7 @@ def test_a_long_generator_is_shuffled_once_its_length_is_known(count: int) -> No
 def test_the_test_split_is_not_read_ahead() -> None:
     read = []
     source = Source(lambda split: (read.append(i) or {"prompt": str(i)} for i in itertools.count()))
-    assert len(TaskStream(source, "test", 0).take(5)) == 5
+    assert len(TaskStream(source, "test", 0).first(5)) == 5
     assert read == [0, 1, 2, 3, 4]
 
 

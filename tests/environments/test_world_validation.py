@@ -187,16 +187,6 @@ def test_how_deep_data_may_be_nested_does_not_hang_on_the_limit_of_recursion() -
         sys.setrecursionlimit(limit)
 
 
-def test_what_is_shown_of_a_value_can_be_written() -> None:
-    class Odd:
-        def __repr__(self) -> str:
-            return "odd \ud800"
-
-    with pytest.raises(EnvironmentSetupError) as error:
-        validate_step(Odd())
-    assert "returned odd \\ud800 (Odd)" in str(error.value)
-
-
 @given(PLAIN.filter(lambda value: value is not None))
 def test_a_snapshot_is_plain_data(value: Any) -> None:
     assert validate_snapshot(value) == value

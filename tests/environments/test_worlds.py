@@ -14,8 +14,8 @@ import pytest
 from world_cases import begin, collect, contents, say, talk, write_worlds
 
 from headrace.config import EnvironmentConfig
-from headrace.environments import EnvironmentPool, Observation, WorldReply, crew, worlds
-from headrace.environments.worlds import MAX_MOVES
+from headrace.environments import EnvironmentPool, Observation, WorldReply, crew, held_episodes
+from headrace.environments.held_episodes import MAX_MOVES
 from headrace.errors import EnvironmentSetupError, RunError
 
 MakePool = Callable[..., EnvironmentPool]
@@ -28,7 +28,7 @@ def world_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_pool(world_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakePool]:
-    monkeypatch.setattr(worlds, "GRACE_S", 0.4)
+    monkeypatch.setattr(held_episodes, "GRACE_S", 0.4)
     pools = []
 
     def make(name: str, *, options: dict[str, Any] | None = None, **settings: Any) -> EnvironmentPool:
@@ -331,20 +331,96 @@ def talk_only(pool: EnvironmentPool, key: str, text: str) -> WorldReply:
     return reply
 
 
+def test_the_places_are_told(make_pool: MakePool) -> None:
+    pool = make_pool("Sum", workers=2, episodes_per_worker=2)
+    assert (pool.places, pool.free_places) == (4, 4)
+    begin(pool, *"abc")
+    assert pool.free_places == 1
+    for key in "def":
+        pool.reset(key, {"n": 1})  # the last two wait, and nothing is free until they are gone
+    assert (pool.places, pool.free_places) == (4, 0)
+    pool.drop("f")
+    pool.drop("e")
+    assert pool.free_places == 0
+    collect(pool)
+    talk(pool, a="done", b="raise")
+    assert pool.free_places == 2
+    with EnvironmentPool(EnvironmentConfig(name="arithmetic"), 0) as single:
+        assert (single.places, single.free_places) == (None, None)
+
+
 def test_an_episode_has_a_time_in_all(make_pool: MakePool, notes: Callable[[], list[str]]) -> None:
-    pool = make_pool("Async", episode_timeout_s=0.6, episodes_per_worker=1)
+    pool = make_pool("Async", episode_timeout_s=1.0, episodes_per_worker=1)
     began = time.monotonic()
     begin(pool, "a", n=1)
-    pool.reset("b", {"n": 2})
-    assert talk_only(pool, "a", "wait 0.3").error is None
-    time.sleep(0.2)  # the policy's time is not the world's
+    assert talk(pool, a="wait 0.3")["a"].error is None
+    time.sleep(0.8)  # the policy's time is not the world's
+    reply = talk(pool, a="wait 0.1")["a"]
+    assert reply.error is None
+    assert 0.1 <= reply.seconds < 0.6
     pool.step("a", say("wait 5"))
     replies = collect(pool)
     assert time.monotonic() - began < 4
-    assert replies["a"].error == "the episode's world took 0.6 s in all (environment.episode_timeout_s)"
-    assert "waited for one of the 1 places" in (replies["b"].error or "")
-    eventually(lambda: "closed 1 at 5" in notes())
+    assert replies["a"].error == "the episode's world took 1 s in all (environment.episode_timeout_s)"
+    eventually(lambda: "closed 1 at 9" in notes())
     assert begin(pool, "c")["c"].error is None  # the place is free
+
+
+def test_waiting_for_a_place_is_not_the_worlds_time(make_pool: MakePool) -> None:
+    pool = make_pool("Sum", episode_timeout_s=0.6, episodes_per_worker=1)
+    begin(pool, "a")
+    pool.reset("b", {"n": 2})
+    assert pool.wait(1.0) == []
+    pool.drop("a")
+    reply = collect(pool)["b"]
+    assert contents([reply]) == ["2"]
+    assert reply.seconds < 0.5
+    assert contents(talk(pool, b="x").values()) == ["3"]
+
+
+def test_the_time_before_reset_is_called_is_not_the_worlds(make_pool: MakePool) -> None:
+    pool = make_pool("Sum", episode_timeout_s=0.7)
+    for n in range(5):
+        pool.reset(n, {"n": n, "sleep": 0.3})  # one after another
+    replies = collect(pool)
+    assert [reply.error for reply in replies.values()] == [None] * 5
+    assert all(0.2 < reply.seconds < 0.6 for reply in replies.values())
+
+
+def test_waiting_for_another_worker_is_not_the_worlds_time(make_pool: MakePool, tmp_path: Path) -> None:
+    pool = make_pool("SlowStart", episode_timeout_s=0.7, options={"folder": str(tmp_path)})
+    begin(pool, "idle", "asked", "bad")
+    (tmp_path / "slow").touch()
+    began = time.monotonic()
+    pool.step("bad", say("exit"))
+    pool.step("asked", say("x"))
+    assert (pool.wait(5.0)[0].error or "").startswith("step(action) ended its worker")
+    pool.step("idle", say("xx"))
+    replies = collect(pool)
+    assert time.monotonic() - began > 1.0
+    assert contents([replies["asked"], replies["idle"]]) == ["2", "3"]
+    assert all(reply.seconds < 0.6 for reply in replies.values())
+    assert contents(talk(pool, asked="x", idle="x").values()) == ["3", "4"]
+
+
+def test_what_was_used_before_a_worker_was_lost_still_counts(make_pool: MakePool) -> None:
+    pool = make_pool("Async", episode_timeout_s=0.6)
+    begin(pool, "a")
+    assert talk(pool, a="wait 0.4")["a"].error is None
+    kill_worker(pool, pid_of(pool, "a"))
+    pool.step("a", say("wait 5"))
+    began = time.monotonic()
+    assert "took 0.6 s in all" in (collect(pool)["a"].error or "")
+    assert time.monotonic() - began < 4
+
+
+def test_a_try_without_a_free_place_does_not_wait(make_pool: MakePool) -> None:
+    pool = make_pool("Sum", episodes_per_worker=1)
+    begin(pool, "a")
+    with pytest.raises(RunError, match="all 1 places for episodes are taken"):
+        pool.observe({"n": 5})
+    pool.drop("a")
+    assert pool.observe({"n": 5}).messages[0]["content"] == "5"
 
 
 @pytest.mark.parametrize(

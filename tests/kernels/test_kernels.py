@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from headrace.engine.sampler import sample
 from headrace.kernels import PackedWeight, draw, input_smoothing, library
+from headrace.locks import locked
 
 pytestmark = pytest.mark.kernels
 
@@ -207,6 +208,16 @@ def test_a_compiler_that_does_not_do_is_a_reason(
 def test_a_cache_that_cannot_be_written_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh(monkeypatch, HEADRACE_CACHE="/proc/nope")
     assert "set HEADRACE_CACHE" in str(library.unavailable_reason())
+
+
+def test_another_process_that_compiles_for_too_long_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fresh(monkeypatch, HEADRACE_CACHE=str(tmp_path))
+    monkeypatch.setattr(library, "_COMPILE_TIMEOUT_S", 0.05)
+    (tmp_path / "kernels").mkdir()
+    with locked(tmp_path / "kernels" / "compiling.lock", timeout_s=0):
+        assert "another process has been compiling kernels" in str(library.unavailable_reason())
 
 
 def test_a_damaged_library_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,12 @@ from headrace import Observer
 from headrace.config import Config
 from headrace.engine.forward import Forward
 from headrace.errors import RunError
-from headrace.line.agreement import JUDGED_TOKENS, PATIENCE, Agreement
 from headrace.line.evaluate import evaluate
-from headrace.line.production import Production
-from headrace.line.run_folder import RunFolder
+from headrace.line.run import Run
 from headrace.line.setup import Workplace, prepare
+from headrace.runs.agreement import JUDGED_TOKENS, PATIENCE, Memory, quantised_problem, remember
+from headrace.runs.folder import RunFolder
+from headrace.trainer import divergence_of
 
 VARIED = "sum(i * ord(c) for i, c in enumerate(completion)) % 1009 / 1009"
 """A reward that no two completions share."""
@@ -62,12 +64,12 @@ def quantised(folder: Path, reward: str = VARIED, **line: Any) -> Config:
 
 
 @contextmanager
-def production(config: Config, run_dir: Path, factor: float) -> Iterator[Production]:
+def production(config: Config, run_dir: Path, factor: float) -> Iterator[Run]:
     resumed = run_dir.exists()
     folder = RunFolder.open(run_dir) if resumed else RunFolder.create(run_dir, config)
     with folder, prepare(folder.config) as workplace:
         sharpen(workplace, factor)
-        yield Production(workplace, folder, Observer(), lambda: False)
+        yield Run(workplace, folder, Observer(), lambda: False)
 
 
 @pytest.mark.kernels
@@ -130,34 +132,42 @@ def test_in_the_models_own_format_any_disagreement_stops_the_run(tmp_path: Path)
         line.run(resume=False)
 
 
-def judged(agreement: Agreement, tokens: int, log_ratio: float, outliers: int = 0) -> str | None:
-    """A step of `tokens` tokens whose ratios are exp(±log_ratio), `outliers` of them e⁶."""
-    difference = torch.full((tokens,), log_ratio, dtype=torch.float64)
-    difference[::2] *= -1
-    difference[:outliers] = 6.0
-    agreement.mismatch.add(difference - 10, torch.full((tokens,), -10.0, dtype=torch.float64))
-    try:
-        return agreement.judge()
-    finally:
-        agreement.take()
+class Judge:
+    """Judges one step after another, as a run does."""
+
+    def __init__(self, config: Config) -> None:
+        self.limit = config.line.mismatch_ess_limit
+        self.memory = Memory()
+
+    def step(self, tokens: int, log_ratio: float, outliers: int = 0) -> str | None:
+        """A step of `tokens` tokens whose ratios are exp(±log_ratio), `outliers` of them e⁶."""
+        difference = torch.full((tokens,), log_ratio, dtype=torch.float64)
+        difference[::2] *= -1
+        difference[:outliers] = 6.0
+        step = divergence_of(difference - 10, torch.full((tokens,), -10.0, dtype=torch.float64))
+        problem = quantised_problem(self.memory, step, self.limit)
+        self.memory = Memory.from_dict(
+            json.loads(json.dumps(remember(self.memory, step, self.limit).to_dict()))
+        )
+        return problem
 
 
 def test_small_steps_are_judged_together(tmp_path: Path) -> None:
-    agreement = Agreement(quantised(tmp_path))
+    judge = Judge(quantised(tmp_path))
     step = JUDGED_TOKENS // 8
-    assert [judged(agreement, step, 1.5) for _ in range(8 * PATIENCE - 1)] == [None] * (8 * PATIENCE - 1)
-    problem = judged(agreement, step, 1.5)
+    assert [judge.step(step, 1.5) for _ in range(8 * PATIENCE - 1)] == [None] * (8 * PATIENCE - 1)
+    problem = judge.step(step, 1.5)
     assert problem is not None
     assert f"over {JUDGED_TOKENS} tokens" in problem
 
 
 def test_one_extreme_token_stops_no_run(tmp_path: Path) -> None:
-    agreement = Agreement(quantised(tmp_path))
+    judge = Judge(quantised(tmp_path))
     for _ in range(3):
-        assert judged(agreement, JUDGED_TOKENS, 0.1, outliers=1) is None
-        assert judged(agreement, JUDGED_TOKENS, 0.1) is None
-    assert judged(agreement, JUDGED_TOKENS, 0.1, outliers=1) is None
-    assert judged(agreement, JUDGED_TOKENS, 0.1, outliers=1) is not None
+        assert judge.step(JUDGED_TOKENS, 0.1, outliers=1) is None
+        assert judge.step(JUDGED_TOKENS, 0.1) is None
+    assert judge.step(JUDGED_TOKENS, 0.1, outliers=1) is None
+    assert judge.step(JUDGED_TOKENS, 0.1, outliers=1) is not None
 
 
 @pytest.mark.kernels

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from line_cases import ChosenPool, KillAt, Killed, check_books, environment_file, settings
 
 from headrace import Line, Observer
+from headrace.algorithms import load_algorithm
 from headrace.engine import Engine
-from headrace.line.production import Production
-from headrace.line.run_folder import RunFolder
+from headrace.line.run import Run
 from headrace.line.setup import Workplace
 from headrace.models import load_model, resolve
 from headrace.models.attention import ATTENTION
+from headrace.runs.folder import RunFolder
 from headrace.schedule import DecodeCost
 
 BOUNDS = [0, 1, 2, 4]
@@ -50,11 +51,16 @@ def test_an_adversary_who_chooses_every_completion_time(
 
     run_dir = tmp_path_factory.mktemp("run") / "run"
     model = load_model(resolve("tiny-random"), attn_implementation=ATTENTION)
-    workplace = Workplace(config, ChosenPool(choose), model, Engine(model, config.engine, "tiny"))
-    with RunFolder.create(run_dir, config) as folder:
-        production = Production(workplace, folder, Observer(), lambda: False)
-        production.cell.decode_cost = AlwaysAhead()
-        production.run(resume=False)
+    workplace = Workplace(
+        config,
+        ChosenPool(choose),
+        model,
+        Engine(model, config.engine, "tiny"),
+        load_algorithm(config.algorithm),
+    )
+    with RunFolder.create(run_dir, config) as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("headrace.line.line.DecodeCost", AlwaysAhead)
+        Run(workplace, folder, Observer(), lambda: False).run(resume=False)
     check_books(run_dir, config)
 
 

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,10 @@ from line_cases import KillAt, Killed, check_books, environment_file, lines_of, 
 from headrace import Line, Observer
 from headrace.config import Config
 from headrace.errors import RunError, UserError
-from headrace.line.recovery import Recovery
 from headrace.line.replay import replay
-from headrace.line.run_folder import RunFolder
-from headrace.schedule import Unit
+from headrace.line.retake import Retake
+from headrace.runs.events import AttemptEnded, decode
+from headrace.runs.folder import RunFolder
 from headrace.state.journal import Journal
 
 COUNTING = """
@@ -55,10 +56,10 @@ def check_replay(run_dir: Path) -> None:
     assert [step.step for step in replayed] == [m["step"] for m in lines_of(run_dir, "metrics.jsonl")]
 
 
-def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+def events(run_dir: Path, kind: str) -> list[Any]:
     journal = Journal.open(run_dir / "journal.sqlite", read_only=True)
     try:
-        return [event.body for event in journal.read() if event.kind == kind]
+        return [event for stored in journal.read() for event in decode(stored.body, stored.payload, (kind,))]
     finally:
         journal.close()
 
@@ -75,15 +76,15 @@ def test_a_replay_sees_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """It computes from what the journal holds, and tells where that is not what was trained."""
     config = settings(line={"steps": 2})
     Line.from_config(config, tmp_path / "run").run()
-    read = Journal.read
+    read = decode
 
-    def other(self: Journal, after: int = 0) -> Any:
-        for event in read(self, after):
-            if event.kind == "world":
-                event.body["reward"] = 1.0 - event.body["reward"] + random.Random(event.seq).random()
+    def other(body: bytes, payload: bytes | None = None, kinds: Any = None) -> Any:
+        for event in read(body, payload, kinds):
+            if isinstance(event, AttemptEnded):
+                event = replace(event, reward=1.0 - event.reward + random.Random(str(event.id)).random())
             yield event
 
-    monkeypatch.setattr(Journal, "read", other)
+    monkeypatch.setattr("headrace.line.resume.decode", other)
     assert not all(step.equal for step in replay(tmp_path / "run"))
 
 
@@ -121,7 +122,7 @@ def test_kills_do_not_change_what_is_sampled(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         Line.resume(tmp_path / "killed").run(KillAt(7))
     Line.resume(tmp_path / "killed").run()
-    digests = [[step["digest"] for step in events(tmp_path / run, "step")] for run in ("whole", "killed")]
+    digests = [[step.digest for step in events(tmp_path / run, "step")] for run in ("whole", "killed")]
     assert digests[0] == digests[1]
 
 
@@ -142,7 +143,7 @@ def test_tokens_of_an_interrupted_unit_are_lost_and_counted(
     with pytest.raises(Killed):
         Line.from_config(config, tmp_path / "run").run()
     monkeypatch.undo()
-    recorded = sum(len(row["ids"]) for body in events(tmp_path / "run", "tokens") for row in body["rows"])
+    recorded = sum(drawn.tokens for drawn in events(tmp_path / "run", "tokens"))
     assert recorded < noted[-1]
     Line.resume(tmp_path / "run").run()
     check_books(tmp_path / "run", config)
@@ -171,13 +172,13 @@ def test_a_damaged_journal_costs_what_came_after_it(tmp_path: Path) -> None:
 def test_what_a_resume_takes_is_no_part_of_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint_every: int
 ) -> None:
-    take_again = Recovery._gradient
+    take_again = Retake.contributions
 
-    def slowly(self: Recovery, body: dict[str, Any]) -> None:
-        take_again(self, body)
-        self.line.cell.seconds[Unit.GRADIENT] += 100.0
+    def slowly(self: Retake) -> None:
+        take_again(self)
+        monkeypatch.setattr(time, "perf_counter", lambda now=time.perf_counter: now() + 100.0)
 
-    monkeypatch.setattr(Recovery, "_gradient", slowly)
+    monkeypatch.setattr(Retake, "contributions", slowly)
     config = settings(line={"steps": 12, "checkpoint_every": checkpoint_every}, sampling={"max_tokens": 9})
     with pytest.raises(Killed):
         Line.from_config(config, tmp_path / "run").run(KillAt(30))

@@ -3,8 +3,10 @@
 from pathlib import Path
 
 import pytest
+import templates
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from templates import DIALECTS
 from tokenizers import Tokenizer, decoders, normalizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -166,6 +168,35 @@ def test_streamed_sentencepiece_is_the_whole_text(
     assert text == decode_completion(sentencepiece, ids)
 
 
+class TestDecodeStream:
+    """Where the library's detokenizer differs. If one of these fails, it may have become able to replace ours."""
+
+    @staticmethod
+    def streamed(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[str | None]:
+        stream = decoders.DecodeStream(skip_special_tokens=True)
+        return [stream.step(tokenizer.backend_tokenizer, token_id) for token_id in ids]
+
+    def test_a_byte_is_returned_before_the_run_is_known_to_be_invalid(
+        self, sentencepiece: PreTrainedTokenizerBase
+    ) -> None:
+        ids = sentencepiece.convert_tokens_to_ids(["<0x75>", "<0xE9>"])
+        assert self.streamed(sentencepiece, ids) == ["u", None]
+        assert decode_completion(sentencepiece, ids) == "\ufffd\ufffd"
+        assert streamed(sentencepiece, ids)[0] == "\ufffd\ufffd"
+
+    def test_an_invalid_run_is_an_error(self, sentencepiece: PreTrainedTokenizerBase) -> None:
+        ids = sentencepiece.convert_tokens_to_ids(["<0x3A>", "<0xE1>", "<0xFA>", "b"])
+        with pytest.raises(Exception, match="Invalid prefix"):
+            self.streamed(sentencepiece, ids)
+        assert streamed(sentencepiece, ids)[0] == decode_completion(sentencepiece, ids) == "\ufffd" * 3 + "b"
+
+    def test_invalid_bytes_are_all_held_back(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """And decoded again with each token: its work grows with the square of their number."""
+        ids = [0xFF] * 200
+        assert self.streamed(tokenizer, ids) == [None] * 200
+        assert streamed(tokenizer, ids)[1] == ["", *["\ufffd"] * 200]
+
+
 def test_work_per_token_is_bounded(tokenizer: PreTrainedTokenizerBase) -> None:
     """Also where no character ever ends: invalid bytes without end."""
     detokenizer = IncrementalDetokenizer(tokenizer)
@@ -223,3 +254,15 @@ class TestSmolLM2:
     ) -> None:
         ids = [*ids, *smollm2(text).input_ids, *ids]
         assert streamed(smollm2, ids)[0] == decode_completion(smollm2, ids)
+
+    @pytest.mark.parametrize("name", sorted(DIALECTS))
+    @settings(max_examples=25, deadline=None)  # the first example of a dialect builds its tokenizer
+    @given(data=st.data())
+    def test_streamed_dialects_are_the_whole_text(self, name: str, data: st.DataObject) -> None:
+        """Special tokens and added ones between characters and within them."""
+        dialect = templates.tokenizer(name)
+        marks = st.sampled_from(sorted({*dialect.added_tokens_decoder, *dialect.all_special_ids}))
+        words = CHARACTERS.map(lambda text: dialect(text, add_special_tokens=False).input_ids)
+        single = (marks | st.integers(0, len(dialect) - 1)).map(lambda token_id: [token_id])
+        ids = [i for part in data.draw(st.lists(words | single, max_size=30)) for i in part]
+        assert streamed(dialect, ids)[0] == decode_completion(dialect, ids)

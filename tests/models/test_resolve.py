@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from headrace.errors import ModelError
+from headrace.locks import locked
 from headrace.models import aliases, cache_folder, cached_models, parameter_count, pinned, resolve
 from headrace.models.folder import check_folder
 from headrace.models.load import load_model
@@ -78,6 +79,18 @@ def test_two_processes_build_one_folder(empty_cache: Path) -> None:
     assert sum(err.count("preparing tiny-random") for _, err in results) == 1
     assert cached_names(empty_cache) == [resolve("tiny-random").name]
     assert [model.source for model in cached_models()] == ["tiny-random"]
+
+
+def test_a_model_that_another_process_prepares_is_waited_for(
+    empty_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = resolve("tiny-random").name
+    shutil.rmtree(empty_cache / "models" / name)
+    monkeypatch.setattr(sys.modules["headrace.models.resolve"], "LOCK_TIMEOUT_S", 0.05)
+    with locked(empty_cache / "models" / f".lock-{name}", timeout_s=0):
+        message = one_line("tiny-random")
+        assert f"another process has been preparing {name}" in message
+    assert resolve("tiny-random").name == name
 
 
 def test_damaged_cache_is_made_again(empty_cache: Path) -> None:

@@ -1,107 +1,178 @@
-"""The next unit, over every small state of the line, and a cell that runs nothing but what it is told."""
+"""The next units, over every small state of a line, for one cell and for several."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.schedule import DecodeCost, LineState, Unit, next_unit, worth_starting
+from headrace.schedule import DecodeCost, UnitKind, plan, worth_starting
+from headrace.schedule.matching import OpenContribution, PendingGroup, Wanted
+from headrace.schedule.units import (
+    POLICY,
+    CellView,
+    Contribute,
+    Decode,
+    Gradient,
+    OptimizerStep,
+    PolicyVersion,
+    Publish,
+    Score,
+    Unit,
+)
+from headrace.types import TrajectoryId
 
 MICRO_BATCH = 4
+VERSION = 3
+NOW = PolicyVersion(POLICY, VERSION, "w")
 
 
-def every_state(b: int) -> Iterator[LineState]:
+@dataclass(frozen=True)
+class Counts:
+    """A line at one moment."""
+
+    groups_per_step: int = 2
+    committed: int = 0
+    pending: tuple[PendingGroup, ...] = ()
+    gradients_out: int = 0
+    contributions: tuple[OpenContribution, ...] = ()
+    probed: bool = False
+    compared_tokens: int = 0
+    wanted: tuple[Wanted, ...] = ()
+    micro_batch_tokens: int = MICRO_BATCH
+    decode_steps: int = 8
+    whole_batch: bool = False
+    policy: PolicyVersion = NOW
+
+
+CELL = CellView("cell-0", 0, VERSION, True, 0, None)
+
+
+def wanted(*versions: int) -> tuple[Wanted, ...]:
+    return tuple(Wanted(TrajectoryId(i, 0, 0), version) for i, version in enumerate(versions))
+
+
+def only(counts: Counts, cell: CellView = CELL) -> Unit | None:
+    """The unit of a line's only cell."""
+    planned = plan(counts, [cell])
+    return planned[0][1] if planned else None
+
+
+def every_state(b: int) -> Iterator[tuple[Counts, CellView]]:
     for committed in range(b + 1):
         for pending in range(committed + 1):
-            tokens = range(MICRO_BATCH + 2) if pending else (0,)
-            for count, decodable, waiting in product(tokens, (0, 1, 5), (0, 2)):
-                yield LineState(b, committed, pending, count, MICRO_BATCH, decodable, waiting)
+            for size, unfinished, new, probed, whole in product(
+                (1, MICRO_BATCH), (0, 3), (0, 2), (False, True), (False, True)
+            ):
+                groups = tuple(PendingGroup(i, size) for i in range(pending))
+                yield (
+                    Counts(
+                        groups_per_step=b,
+                        committed=committed,
+                        pending=groups,
+                        probed=probed,
+                        wanted=wanted(*[VERSION] * new),
+                        whole_batch=whole,
+                    ),
+                    replace(CELL, unfinished=unfinished),
+                )
 
 
 @pytest.mark.parametrize("groups_per_step", [1, 2, 3])
-def test_every_state(groups_per_step: int) -> None:
-    for state in every_state(groups_per_step):
-        check(state)
-
-
-def check(state: LineState) -> None:
-    unit = next_unit(state)
-    full = state.committed == state.groups_per_step
-    pending = state.pending_gradient_groups > 0
-    micro_batch = pending and state.pending_gradient_tokens >= MICRO_BATCH
-
-    can_run = {
-        Unit.DECODE: state.decodable > 0,
-        Unit.GRADIENT: pending,
-        Unit.OPTIMIZER_STEP: full and not pending,
-    }
-    assert unit is Unit.WAIT or can_run[unit], "only what can run is chosen"
-    assert (unit is Unit.WAIT) == (not any(can_run.values())), "never idle while something can run"
-    if full:
-        assert unit is (Unit.GRADIENT if pending else Unit.OPTIMIZER_STEP), "a whole step is finished first"
-    elif micro_batch:
-        assert unit is Unit.GRADIENT, "a full micro-batch goes before decoding"
-    elif state.decodable:
-        assert unit is Unit.DECODE, "a small piece of gradient does not interrupt decoding"
-    assert unit is next_unit(replace(state, waiting_on_environment=9)), "environments answer by themselves"
-    assert state.stalled == (unit is Unit.WAIT and state.waiting_on_environment == 0)
-
-
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 6)), min_size=1, max_size=8), st.integers(1, 12))
-def test_a_step_always_finishes(groups: list[tuple[int, int]], micro_batch_tokens: int) -> None:
-    """A cell that obeys turns groups of (tokens, decode units) into one optimizer step without idling."""
-    decoding = [max(units, 1) for _, units in groups]
-    tokens = [count for count, _ in groups]
-    pending: list[int] = []
-    committed = taken = 0
-    for _ in range(sum(decoding) + len(groups) + 1):
-        state = LineState(
-            len(groups), committed, len(pending), sum(pending), micro_batch_tokens, len(decoding), 0
-        )
-        unit = next_unit(state)
-        if unit is Unit.DECODE:
-            decoding[0] -= 1
-            if decoding[0] == 0:
-                decoding.pop(0)
-                pending.append(tokens[committed])
-                committed += 1
-        elif unit is Unit.GRADIENT:
-            pending.pop(0)
-            taken += 1
+def test_every_state_of_one_cell(groups_per_step: int) -> None:
+    for counts, cell in every_state(groups_per_step):
+        unit = only(counts, cell)
+        full = counts.committed == counts.groups_per_step
+        decodable = bool(cell.unfinished or counts.wanted)
+        may_take = bool(counts.pending) and (full or not counts.whole_batch)
+        enough = sum(group.tokens for group in counts.pending) >= MICRO_BATCH
+        if full and not counts.pending:
+            assert isinstance(unit, OptimizerStep if counts.probed else Score), (
+                "a whole step is finished first"
+            )
+        elif may_take and (full or enough):
+            assert isinstance(unit, Gradient), "a full micro-batch goes before decoding"
+        elif decodable:
+            assert isinstance(unit, Decode), "a small piece of gradient does not interrupt decoding"
+            assert [key for key in unit.wanted] == [one.id for one in counts.wanted]
+        elif may_take:
+            assert isinstance(unit, Gradient), "never idle while something can run"
         else:
-            break
-    assert unit is Unit.OPTIMIZER_STEP
-    assert taken == len(groups)
+            assert unit is None
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"committed": 3},
-        {"committed": 0},
-        {"pending_gradient_groups": -1},
-        {"pending_gradient_groups": 0},
-        {"pending_gradient_tokens": -1},
-        {"decodable": -1},
-        {"waiting_on_environment": -1},
-        {"micro_batch_tokens": 0},
-    ],
+def test_a_gradient_takes_the_oldest_groups_of_about_a_micro_batch() -> None:
+    groups = (PendingGroup(7, 3), PendingGroup(2, 1), PendingGroup(5, 1))
+    unit = only(Counts(groups_per_step=3, committed=3, pending=groups))
+    assert isinstance(unit, Gradient)
+    assert (unit.groups, unit.version) == ((7, 2), VERSION)
+    large = only(Counts(committed=1, pending=(PendingGroup(1, 99), PendingGroup(2, 1))))
+    assert isinstance(large, Gradient)
+    assert large.groups == (1,), "a group that is larger is taken alone"
+
+
+def test_a_cell_that_lags_takes_the_version_up_first() -> None:
+    behind = replace(CELL, version=VERSION - 1, unfinished=5)
+    assert only(Counts(wanted=wanted(1)), behind) == Publish(NOW)
+
+
+@given(
+    versions=st.lists(st.integers(0, VERSION), max_size=9),
+    cells=st.lists(st.tuples(st.integers(0, VERSION), st.booleans()), min_size=1, max_size=4),
 )
-def test_contradictory_counts_are_refused(changes: dict[str, int]) -> None:
-    state = LineState(2, 1, 1, 3, 4, 0, 0)
-    with pytest.raises(ValueError, match="LineState"):
-        replace(state, **changes)
+def test_the_version_fence(versions: list[int], cells: list[tuple[int, bool]]) -> None:
+    """A busy cell that lags gets only what its own version may draw; nothing is given out twice."""
+    views = [
+        replace(
+            CELL,
+            name=f"cell-{i}",
+            version=version,
+            optimizer=i == 0,
+            unfinished=1,
+            depth=2,
+            busy=(UnitKind.DECODE,) if busy else (),
+        )
+        for i, (version, busy) in enumerate(cells)
+    ]
+    counts = Counts(wanted=wanted(*versions))
+    given_out: list[Any] = []
+    for view, unit in plan(counts, views):
+        if isinstance(unit, Decode):
+            assert all(versions[key.group] <= view.version for key in unit.wanted)
+            given_out += unit.wanted
+        if isinstance(unit, Gradient):
+            assert view.version == VERSION
+    assert len(set(given_out)) == len(given_out)
+    newest = max((view.version for view in views if view.busy or view.version == VERSION), default=-1)
+    drawable = {Wanted(TrajectoryId(i, 0, 0), v).id for i, v in enumerate(versions) if v <= newest}
+    assert set(given_out) <= drawable
 
 
-def test_units_are_their_names() -> None:
-    assert [str(unit) for unit in Unit] == ["decode", "gradient", "optimizer_step", "wait"]
+def test_a_step_of_several_cells_waits_for_every_contribution() -> None:
+    here = OpenContribution(0, "cell-0", 0, received=True)
+    there = OpenContribution(1, "cell-1", 0, received=False)
+    other = replace(CELL, name="cell-1", optimizer=False)
+    counts = Counts(committed=2, probed=True, contributions=(here, there))
+    assert plan(counts, [CELL, other]) == [(other, Contribute(1))]
+    counts = replace(counts, contributions=(here, there._replace(received=True)))
+    assert plan(counts, [CELL, other]) == [(CELL, OptimizerStep(VERSION, (0, 1)))]
+    assert not plan(replace(counts, gradients_out=1), [CELL]), "a gradient that is out is waited for"
+
+
+def test_one_unit_may_queue_behind_the_running_one() -> None:
+    remote = replace(CELL, depth=2, unfinished=4)
+    running = replace(remote, busy=(UnitKind.DECODE,))
+    assert isinstance(only(Counts(), running), Decode)
+    assert only(Counts(), replace(running, busy=(UnitKind.DECODE, UnitKind.DECODE))) is None
+    assert only(Counts(), replace(running, depth=1)) is None
+    assert only(Counts(), replace(running, busy=(UnitKind.OPTIMIZER_STEP,))) is None
 
 
 def test_the_room_loads_without_torch() -> None:

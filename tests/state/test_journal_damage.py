@@ -1,4 +1,4 @@
-"""Whatever happens to a journal's files: it is found, or what is read is exactly what was written up to some event."""
+"""Whatever happens to a journal's files: it is found, or what is read is exactly what was written up to some record."""
 
 from __future__ import annotations
 
@@ -11,32 +11,36 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.state.journal import Journal, JournalDamaged
+from headrace.state.journal import Journal, JournalDamaged, Stored
 
-Read = list[tuple[int, float, str, dict[str, Any]]]
+Read = list[tuple[int, float, str, bytes, bytes]]
 
 KINDS = ("tokens", "world", "step")
 
 
-def write(path: Path, events: int, unfinished: bool = False) -> Read:
-    """A journal of so many events, some longer than a page; `unfinished` leaves its WAL as a crash would."""
-    rng = random.Random(events)
+def write(path: Path, records: int, unfinished: bool = False) -> Read:
+    """A journal of so many records, some longer than a page; `unfinished` leaves its WAL as a crash would."""
+    rng = random.Random(records)
     journal = Journal.open(path)
-    for number in range(events):
-        body = {"number": number, "text": "".join(rng.choices("abcdef", k=rng.choice((5, 60, 700, 20_000))))}
-        journal.record(KINDS[number % 3], body)
+    for number in range(records):
+        body = f"number {number} " + "".join(rng.choices("abcdef", k=rng.choice((5, 60, 700, 20_000))))
+        journal.record(KINDS[number % 3], body, rng.randbytes(rng.choice((0, 9, 20_000))))
         if number % 4 == 3:
             journal.commit()
     journal.commit()
     if unfinished:
         for suffix in ("", "-wal"):
             (path.parent / f"copy{suffix}").write_bytes(Path(f"{path}{suffix}").read_bytes())
-    written = [(event.seq, event.at, event.kind, event.body) for event in journal.read()]
+    written = [_facts(one) for one in journal.read()]
     journal.close()
     if unfinished:
         for suffix in ("", "-wal"):
             (path.parent / f"copy{suffix}").rename(f"{path}{suffix}")
     return written
+
+
+def _facts(one: Stored) -> tuple[int, float, str, bytes, bytes]:
+    return one.seq, one.at, one.kind, one.body, one.payload
 
 
 def read(path: Path) -> tuple[Read, JournalDamaged | None]:
@@ -48,8 +52,8 @@ def read(path: Path) -> tuple[Read, JournalDamaged | None]:
         return [], error
     damage = None
     try:
-        for event in reader.read():
-            found.append((event.seq, event.at, event.kind, event.body))
+        for one in reader.read():
+            found.append(_facts(one))
     except JournalDamaged as error:
         damage = error
     reader.close()
@@ -73,13 +77,13 @@ def check(path: Path, written: Read) -> None:
         assert damage is None
     # A writer goes on after a prefix, and all of it can be read.
     length = journal.last_seq
-    journal.record("more", {"after": length})
+    journal.record("more", f"after {length}", b"payload")
     journal.commit()
     journal.close()
     again, damage = read(path)
     assert damage is None
     assert again[:-1] == written[:length]
-    assert again[-1][2:] == ("more", {"after": length})
+    assert again[-1][2:] == ("more", f"after {length}".encode(), b"payload")
 
 
 @pytest.fixture(scope="module")
@@ -171,28 +175,35 @@ def test_a_page_that_was_overwritten(
 
 
 SQL: dict[str, tuple[str, int]] = {
-    "a changed body": ("UPDATE events SET body = replace(body, 'number', 'numbre') WHERE seq = 7", 7),
-    "a changed kind": ("UPDATE events SET kind = 'other' WHERE seq = 7", 7),
-    "a changed time": ("UPDATE events SET at = at + 1e-6 WHERE seq = 7", 7),
-    "a changed checksum": ("UPDATE events SET checksum = zeroblob(16) WHERE seq = 7", 7),
-    "a missing row": ("DELETE FROM events WHERE seq = 7", 7),
-    "a missing first row": ("DELETE FROM events WHERE seq = 1", 1),
-    "exchanged rows": (
-        "UPDATE events SET seq = -1 WHERE seq = 7; UPDATE events SET seq = 7 WHERE seq = 9;"
-        "UPDATE events SET seq = 9 WHERE seq = -1",
+    "a changed body": ("UPDATE records SET body = replace(body, 'number', 'numbre') WHERE seq = 7", 7),
+    "a changed kind": ("UPDATE records SET kind = 'other' WHERE seq = 7", 7),
+    "a changed payload": ("UPDATE records SET payload = CAST('other' AS BLOB) WHERE seq = 7", 7),
+    "a byte that moved from the body to the payload": (
+        "UPDATE records SET payload = CAST(substr(body, -1) AS BLOB) || payload, "
+        "body = substr(body, 1, length(body) - 1) WHERE seq = 7",
         7,
     ),
-    "a row of another kind": ("UPDATE events SET body = 7 WHERE seq = 7", 7),
+    "a changed time": ("UPDATE records SET at = at + 1e-6 WHERE seq = 7", 7),
+    "a changed checksum": ("UPDATE records SET checksum = zeroblob(16) WHERE seq = 7", 7),
+    "a missing row": ("DELETE FROM records WHERE seq = 7", 7),
+    "a missing first row": ("DELETE FROM records WHERE seq = 1", 1),
+    "exchanged rows": (
+        "UPDATE records SET seq = -1 WHERE seq = 7; UPDATE records SET seq = 7 WHERE seq = 9;"
+        "UPDATE records SET seq = 9 WHERE seq = -1",
+        7,
+    ),
+    "a row of another kind": ("UPDATE records SET body = 7 WHERE seq = 7", 7),
+    "a payload of another kind": ("UPDATE records SET payload = 7 WHERE seq = 7", 7),
     "a repeated row": (
-        "INSERT INTO events SELECT 41, at, kind, body, checksum FROM events WHERE seq = 40",
+        "INSERT INTO records SELECT 41, at, kind, body, payload, checksum FROM records WHERE seq = 40",
         41,
     ),
     "a row before the first": (
-        "INSERT INTO events SELECT 0, at, kind, body, checksum FROM events WHERE seq = 1",
+        "INSERT INTO records SELECT 0, at, kind, body, payload, checksum FROM records WHERE seq = 1",
         41,
     ),
-    "no table": ("DROP TABLE events", 1),
-    "another format": ("PRAGMA user_version = 2", 1),
+    "no table": ("DROP TABLE records", 1),
+    "another format": ("PRAGMA user_version = 3", 1),
 }
 
 
@@ -226,7 +237,7 @@ def test_a_missing_row_is_called_missing(closed: tuple[dict[str, bytes], Read], 
     database.close()
     _, damage = read(path)
     assert damage is not None
-    assert str(damage) == "from event 7 on: it is missing; event 8 stands in its place"
+    assert str(damage) == "from record 7 on: it is missing; record 8 stands in its place"
 
 
 def test_a_row_of_another_journal(closed: tuple[dict[str, bytes], Read], tmp_path: Path) -> None:
@@ -236,7 +247,7 @@ def test_a_row_of_another_journal(closed: tuple[dict[str, bytes], Read], tmp_pat
     write(tmp_path / "other.sqlite", 9)
     database = sqlite3.connect(path)
     database.execute("ATTACH ? AS other", (str(tmp_path / "other.sqlite"),))
-    database.execute("REPLACE INTO main.events SELECT * FROM other.events WHERE seq = 7")
+    database.execute("REPLACE INTO main.records SELECT * FROM other.records WHERE seq = 7")
     database.commit()
     database.close()
     found, damage = read(path)
@@ -248,7 +259,7 @@ def test_a_row_of_another_journal(closed: tuple[dict[str, bytes], Read], tmp_pat
 def test_a_header_that_only_writers_would_mind(
     offset: int, value: int, closed: tuple[dict[str, bytes], Read], tmp_path: Path
 ) -> None:
-    """Every event may be read, yet nothing is appended before the file was made anew."""
+    """Every record may be read, yet nothing is appended before the file was made anew."""
     files, written = closed
     content = bytearray(files[""])
     content[offset] = value
@@ -290,7 +301,7 @@ def test_setting_aside_takes_everything_along(crashed: tuple[dict[str, bytes], R
 
 def damage_at(path: Path, seq: int) -> None:
     database = sqlite3.connect(path)
-    database.execute("UPDATE events SET kind = 'other' WHERE seq = ?", (seq,))
+    database.execute("UPDATE records SET kind = 'other' WHERE seq = ?", (seq,))
     database.commit()
     database.close()
 

@@ -95,6 +95,7 @@ class ChosenPool:
     """
 
     multi_turn = False
+    free_places = None
 
     def __init__(self, choose: Any) -> None:
         self.choose = choose

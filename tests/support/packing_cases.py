@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig, LlamaForCausalLM
 from transformers.masking_utils import sdpa_mask
 
+from headrace.algorithms import load_algorithm
 from headrace.config import AlgorithmConfig, TrainerConfig
 from headrace.trainer import Trainer
 from headrace.types import Trajectory, TrajectoryId
@@ -215,7 +216,7 @@ def make_trainer(
     module: nn.Module, reference: nn.Module | None = None, tokens: int = 64, **settings: Any
 ) -> Trainer:
     config = AlgorithmConfig(**settings)
-    return Trainer(module, config, TrainerConfig(micro_batch_tokens=tokens), 10, reference)
+    return Trainer(module, load_algorithm(config), TrainerConfig(micro_batch_tokens=tokens), 10, reference)
 
 
 def assert_equal_gradients(
@@ -231,7 +232,7 @@ def assert_equal_gradients(
         name: p.grad / result.denominator for name, p in module.named_parameters() if p.grad is not None
     }
     module.zero_grad()
-    loss = plain_loss(module, groups, trainer.config, trainer.reference, implementation)
+    loss = plain_loss(module, groups, trainer.algorithm.settings, trainer.reference, implementation)
     loss.backward()
     unpacked = {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
     assert packed.keys() == unpacked.keys()

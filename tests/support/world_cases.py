@@ -38,6 +38,7 @@ class Sum:
     def reset(self, task):
         LIVE.append(self)
         self.task, self.total = task, task["n"]
+        time.sleep(task.get("sleep", 0))
         if task.get("do"):
             return self.act(task["do"])
         return Observation([{"role": "user", "content": f"{self.total}"}])
@@ -177,6 +178,18 @@ class Tools(Sum):
         if action.text == "other":
             return Step(Observation([{"role": "tool", "content": "1"}], [self.TOOL, self.TOOL]))
         return Step(Observation([{"role": "tool", "content": json.dumps(action.message)}], [self.TOOL]))
+
+
+class SlowStart(Sum):
+    """A worker of it takes a second to be built while there is a file "slow"."""
+
+    built = 0
+
+    def __init__(self, folder=""):
+        super().__init__(folder)
+        type(self).built += 1
+        if type(self).built == 1 and os.path.exists(os.path.join(folder, "slow")):
+            time.sleep(1.0)
 
 
 class FailsInConstructor(Sum):

@@ -20,6 +20,7 @@ from tokenizers.models import WordLevel
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from headrace.algorithms import load_algorithm
 from headrace.config import AlgorithmConfig, TrainerConfig
 from headrace.errors import CheckpointError, UserError
 from headrace.trainer import Trainer, checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
@@ -36,7 +37,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 def make_trainer(seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> Trainer:
     module = tiny_llama(seed, dtype, **overrides)
-    return Trainer(module, AlgorithmConfig(), TrainerConfig(learning_rate=1e-3), 10)
+    return Trainer(module, load_algorithm(AlgorithmConfig()), TrainerConfig(learning_rate=1e-3), 10)
 
 
 def train(trainer: Trainer) -> None:

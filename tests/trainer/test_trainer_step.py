@@ -11,7 +11,7 @@ import torch
 from packing_cases import plain_loss, ragged_groups, random_group, tiny_llama
 from torch import Tensor, nn
 
-from headrace.algorithms import effective_sample_size, policy_kl
+from headrace.algorithms import effective_sample_size, load_algorithm, policy_kl
 from headrace.config import AlgorithmConfig, TrainerConfig
 from headrace.errors import ConfigError, NonFiniteError, RunError, UserError
 from headrace.trainer import Trainer
@@ -22,7 +22,8 @@ from headrace.types import Trajectory
 def make_trainer(module: nn.Module | None = None, total_steps: int = 10, **settings: Any) -> Trainer:
     algorithm = {k: settings.pop(k) for k in list(settings) if k in AlgorithmConfig.model_fields}
     config = TrainerConfig(**{"learning_rate": 1e-2, "micro_batch_tokens": 48, **settings})
-    return Trainer(module or tiny_llama(), AlgorithmConfig(**algorithm), config, total_steps)
+    chosen = load_algorithm(AlgorithmConfig(**algorithm))
+    return Trainer(module or tiny_llama(), chosen, config, total_steps)
 
 
 def weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -62,7 +63,7 @@ def test_a_step_is_adamw_on_the_clipped_mean_gradient(max_norm: float) -> None:
     groups = ragged_groups()
     trainer = make_trainer(max_grad_norm=max_norm, weight_decay=0.1)
     plain = copy.deepcopy(trainer.module)
-    loss = plain_loss(plain, groups, trainer.config)
+    loss = plain_loss(plain, groups, trainer.algorithm.settings)
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
     optimizer = torch.optim.AdamW(

@@ -1,4 +1,4 @@
-"""Advantages of a group's samples from its rewards."""
+"""Advantages of samples from their rewards."""
 
 from __future__ import annotations
 
@@ -23,8 +23,26 @@ def group_advantages(rewards: Tensor, normalize_std: bool) -> Tensor:
     Returns:
         [G]. Exactly 0 where all rewards are equal, and for a group of one.
     """
-    # Compared, not computed: the mean of equal floats may differ from them in the last bit.
-    if bool((rewards == rewards[0]).all()):
+    if _all_equal(rewards):
         return torch.zeros_like(rewards)
     centred = rewards - rewards.mean()
     return centred / (rewards.std(correction=1) + STD_EPSILON) if normalize_std else centred
+
+
+def leave_one_out_advantages(rewards: Tensor) -> Tensor:
+    """R_i − the mean of the other rewards (RLOO, arXiv 2402.14740, equation 9).
+
+    Args:
+        rewards: [G], floating point.
+
+    Returns:
+        [G]. Exactly 0 where all rewards are equal, and for a group of one, which has no others.
+    """
+    if _all_equal(rewards):
+        return torch.zeros_like(rewards)
+    return rewards - (rewards.sum() - rewards) / (len(rewards) - 1)
+
+
+def _all_equal(rewards: Tensor) -> bool:
+    # Compared, not computed: the mean of equal floats may differ from them in the last bit.
+    return bool((rewards == rewards[0]).all())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from headrace.algorithms.grpo import k3_kl
+from headrace.algorithms.ratios import k3_kl
 
 
 def effective_sample_size(logp_new: Tensor, logp_behaviour: Tensor) -> Tensor:

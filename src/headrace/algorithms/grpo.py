@@ -1,83 +1,43 @@
-"""GRPO's loss per token (arXiv 2402.03300) with clip-higher (DAPO, arXiv 2503.14476)."""
+"""GRPO (arXiv 2402.03300) with clip-higher (DAPO, arXiv 2503.14476), against the policy that sampled."""
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
-import torch
-from torch import Tensor
-
-from headrace.algorithms.corrections import truncated_importance_weights
-
-Ratio = Literal["behaviour", "proximal"]
+from headrace.algorithms.advantages import group_advantages
+from headrace.algorithms.base import Algorithm, Groups, Tokens, rewards_of
+from headrace.algorithms.ratios import truncated_importance_weights
+from headrace.algorithms.surrogate import TokenLoss, clipped_surrogate
+from headrace.presets import PRESETS
 
 
-class TokenLoss(NamedTuple):
-    """`loss` [T], to minimise; `clipped` [T], true where clipping removed the surrogate's gradient."""
+class GroupRelative(Algorithm):
+    """Advantages (R − mean) / std of each group, or R − mean if `normalize_std` is off."""
 
-    loss: Tensor
-    clipped: Tensor
+    def advantages(self, groups: Groups) -> list[list[float]]:
+        normalize = self.settings.normalize_std
+        return [group_advantages(rewards_of(group), normalize).tolist() for group in groups]
 
 
-def clipped_surrogate(
-    logp: Tensor, logp_old: Tensor, advantages: Tensor, clip_low: float, clip_high: float
-) -> TokenLoss:
-    """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A), r = exp(logp − logp_old).
+class Grpo(GroupRelative):
+    """−min(r A, clip(r, 1 − ε_low, 1 + ε_high) A) per token (equation 3 of the paper).
 
-    PPO's surrogate (arXiv 1707.06347, equation 7) per token, with the two ranges of DAPO (arXiv 2503.14476,
-    equation 10).
+    What r is taken against is `ratio`:
 
-    Args:
-        logp: [T], log-probs under the policy being trained.
-        logp_old: [T], log-probs under the policy that the ratio is taken against; no gradient flows into it.
-        advantages: [T], each token's advantage.
+    * "behaviour": the generator's log-probs. With one optimizer step per batch the policy at the start of the step is
+      the policy itself, so this is what makes clipping act on stale tokens.
+    * "proximal": decoupled PPO (arXiv 2505.24298). Then r = 1 (with a gradient), and each token carries the weight
+      sg(min(π_old/μ, C)). It corrects for quantised rollouts.
+
+    The paper takes the mean of each sequence first (`loss_aggregation = "sequence"`); the preset is DAPO's one token
+    mean, which does not favour short wrong answers over long ones.
     """
-    ratio = (logp - logp_old.detach()).exp()
-    surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-    clipped = ((ratio < 1 - clip_low) & (advantages < 0)) | ((ratio > 1 + clip_high) & (advantages > 0))
-    return TokenLoss(-surrogate, clipped)
 
+    presets = PRESETS["grpo"]
 
-def k3_kl(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """Per-token estimate of KL(π ‖ π_ref) from samples of π: exp(d) − d − 1, d = logp_ref − logp. [T], ≥ 0.
-
-    Schulman's k3 estimator, as in GRPO (arXiv 2402.03300, equation 4).
-    """
-    difference = logp_ref - logp
-    return torch.expm1(difference) - difference
-
-
-def token_loss(
-    logp: Tensor,
-    logp_behaviour: Tensor,
-    advantages: Tensor,
-    *,
-    ratio: Ratio,
-    clip_low: float,
-    clip_high: float,
-    importance_cap: float,
-    kl_coef: float = 0.0,
-    logp_ref: Tensor | None = None,
-) -> TokenLoss:
-    """The loss of each token with the ratio that the settings ask for, plus β·k3 when there is a reference.
-
-    * `ratio = "behaviour"`: the surrogate against the generator's log-probs.
-    * `ratio = "proximal"`: decoupled PPO (arXiv 2505.24298). With one optimizer step per batch the policy at
-      the start of the step is the policy itself: its ratio is 1 (with a gradient) and each token carries the
-      weight sg(min(π_old/μ, C)).
-
-    The KL term (β times `k3_kl`) is not weighted.
-
-    Args:
-        logp, logp_behaviour, advantages, logp_ref: [T]; `logp_ref` is required when `kl_coef` is above 0.
-    """
-    if ratio == "behaviour":
-        loss, clipped = clipped_surrogate(logp, logp_behaviour, advantages, clip_low, clip_high)
-    else:
-        loss, clipped = clipped_surrogate(logp, logp.detach(), advantages, clip_low, clip_high)
-        loss = loss * truncated_importance_weights(logp.detach(), logp_behaviour, importance_cap)
-    if kl_coef > 0:
-        if logp_ref is None:
-            raise ValueError("a KL term needs the reference's log-probs")
-        loss = loss + kl_coef * k3_kl(logp, logp_ref)
-    return TokenLoss(loss, clipped)
+    def loss(self, tokens: Tokens) -> TokenLoss:
+        settings = self.settings
+        clip = (settings.clip_low, settings.clip_high, settings.dual_clip)
+        if settings.ratio == "behaviour":
+            return clipped_surrogate(tokens.logp, tokens.logp_behaviour, tokens.advantages, *clip)
+        loss, clipped = clipped_surrogate(tokens.logp, tokens.logp.detach(), tokens.advantages, *clip)
+        weights = truncated_importance_weights(tokens.logp, tokens.logp_behaviour, settings.importance_cap)
+        return TokenLoss(loss * weights, clipped)

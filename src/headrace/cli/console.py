@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from headrace.line.printable import printable
+from headrace.runs.printable import printable
 
 
 def say(console: Console, text: str) -> None:

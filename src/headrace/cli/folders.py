@@ -9,7 +9,7 @@ from headrace.cli.console import shown
 from headrace.errors import UserError
 
 if TYPE_CHECKING:
-    from headrace.line.run_folder import RunFolder
+    from headrace.runs.folder import RunFolder
 
 RUNS = Path("runs")
 """Where `headrace train` puts runs, and `headrace runs list` looks for them."""
@@ -37,8 +37,8 @@ def open_run(run: Path) -> RunFolder:
     Raises:
         UserError: it cannot be found or read.
     """
-    from headrace.line.reading import UnreadableRun
-    from headrace.line.run_folder import CONFIG, RunFolder
+    from headrace.runs.folder import CONFIG, RunFolder
+    from headrace.runs.reading import UnreadableRun
 
     path = find_run(run)
     try:

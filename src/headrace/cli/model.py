@@ -15,7 +15,7 @@ from headrace.cli.console import logged, say
 from headrace.config import Config
 
 if TYPE_CHECKING:
-    from headrace.line.observer import Evaluation
+    from headrace.runs.results import Evaluation
 
 SHOWN_COMPLETIONS = 10
 """Rows of the table that `headrace eval` prints."""

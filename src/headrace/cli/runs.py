@@ -18,9 +18,9 @@ from headrace.cli.tables import ago, attempts_table, cell, number, span, steps_t
 from headrace.errors import ConfigError, HeadraceError, UserError
 
 if TYPE_CHECKING:
-    from headrace.line.history import History
-    from headrace.line.replay import ReplayedStep
-    from headrace.line.run_folder import RunFolder
+    from headrace.line.retake import RetakenStep
+    from headrace.runs.folder import RunFolder
+    from headrace.runs.history import History
 
 SHOWN_STEPS = 20
 """The steps that `headrace runs show` shows unless told otherwise."""
@@ -46,7 +46,7 @@ def list_runs(
 
     The reward is that of the last step, in training; the held-out one is that after training, or else before.
     """
-    from headrace.line.run_folder import CONFIG
+    from headrace.runs.folder import CONFIG
 
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; give the one that holds the runs")
@@ -80,8 +80,8 @@ def show(
 ) -> None:
     """Show a run: its settings, the rewards and lengths of its steps, and where its tokens went."""
     from headrace.line.display import evaluation_text
-    from headrace.line.endings import held_out, state_of
-    from headrace.line.reading import read_history
+    from headrace.runs.endings import held_out, state_of
+    from headrace.runs.reading import read_history
 
     console = Console()
     folder = open_run(run)
@@ -137,7 +137,7 @@ def trajectories(
     ] = None,
 ) -> None:
     """List a run's trajectories, those in flight too, or show one of them as text."""
-    from headrace.line.reading import read_history
+    from headrace.runs.reading import read_history
 
     console = Console()
     folder = open_run(run)
@@ -158,7 +158,7 @@ def trajectories(
     _say_damage(console, folder, history)
     found = [
         attempt
-        for _, attempt in sorted(history.attempts.items())
+        for attempt in history.attempts.values()
         if (step is None or attempt.step == step) and (group is None or attempt.id.group == group)
     ]
     total = len(found)
@@ -184,18 +184,24 @@ def replay(run: _Run) -> None:
         path = folder.path
     from headrace.line import replay as replaying
 
-    def tell(step: ReplayedStep) -> None:
+    def tell(step: RetakenStep) -> None:
         said = f"equal    {step.recorded[:16]}"
         if not step.equal:
-            said = f"differs  {step.recorded[:16]} was recorded, {step.replayed[:16]} came out"
+            said = f"differs  {step.recorded[:16]} was recorded, {step.retaken[:16]} came out"
+        if not step.equal and not step.checkable:
+            said = "not checkable here: other kernels (instruction set, torch or build) took it"
         say(console, f"step {step.step:5}  {said}")
 
     with logged(console):
         steps = replaying.replay(path, tell)
-    differing = [step.step for step in steps if not step.equal]
+    differing = [step.step for step in steps if not step.equal and step.checkable]
     if differing:
         say(console, f"{len(differing)} of {len(steps)} steps differ, the first is step {differing[0]}")
         raise typer.Exit(1)
+    elsewhere = sum(not step.equal for step in steps)
+    if elsewhere:
+        say(console, f"{len(steps) - elsewhere} steps equal, {elsewhere} not checkable here")
+        return
     say(console, f"{len(steps)} steps, all equal")
 
 
@@ -204,8 +210,8 @@ def replay(run: _Run) -> None:
 
 def _listed(path: Path) -> tuple[str, ...]:
     """A run's row, without its name. Of a run that cannot be read it says what is wrong, and `show` says more."""
-    from headrace.line.endings import held_out, state_of
-    from headrace.line.reading import UnreadableRun, read_history
+    from headrace.runs.endings import held_out, state_of
+    from headrace.runs.reading import UnreadableRun, read_history
 
     try:
         folder = open_run(path)
@@ -254,9 +260,8 @@ def _say_ledger(console: Console, history: History) -> None:
 
 
 def _show_one(console: Console, folder: RunFolder, name: str) -> None:
-    from headrace.line.reading import read_history, reading
-    from headrace.line.run_folder import TRAJECTORIES
-    from headrace.line.transcript import transcript
+    from headrace.runs.reading import read_history
+    from headrace.runs.transcript import transcript
     from headrace.types import TrajectoryId
 
     if not re.fullmatch(r"\d+\.\d+\.\d+", name):
@@ -276,9 +281,7 @@ def _show_one(console: Console, folder: RunFolder, name: str) -> None:
         console,
         f"{key}: {attempt.status}{reward}, {attempt.tokens} tokens in {attempt.turns} turns{step}{went}",
     )
-    with reading(folder, TRAJECTORIES):
-        passages = transcript(history, folder)
-    for passage in passages:
+    for passage in transcript(history, folder):
         say(console, f"\n[{passage.who}]\n{passage.text}")
 
 

@@ -16,8 +16,8 @@ from headrace.cli.folders import RUN_HELP, open_run
 from headrace.cli.tables import ago
 
 if TYPE_CHECKING:
-    from headrace.line.history import History
-    from headrace.line.run_folder import RunFolder
+    from headrace.runs.folder import RunFolder
+    from headrace.runs.history import History
 
 SHOWN_IDENTITIES = 5
 """Per tier, the identities shown whose KV was used last."""
@@ -26,8 +26,8 @@ SHOWN_IDENTITIES = 5
 @app.command(epilog="[bold]Examples[/bold]\n\n  headrace state runs/addition-001")
 def state(run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN_HELP)]) -> None:
     """Show what lies where: checkpoints, the journal, weights, keys and values, the queue."""
-    from headrace.line.endings import state_of
-    from headrace.line.reading import read_history
+    from headrace.runs.endings import state_of
+    from headrace.runs.reading import read_history
 
     console = Console()
     folder = open_run(run)
@@ -60,7 +60,7 @@ def _journal(folder: RunFolder, history: History) -> list[str]:
     lines = []
     if path.exists():
         size = sum(_file_bytes(file) for file in folder.path.glob(f"{path.name}*") if _is_part(file, path))
-        lines.append(f"{path.name:24} {_size(size):>12}  {history.events:,} events")
+        lines.append(f"{path.name:24} {_size(size):>12}  {history.records:,} records")
     else:
         lines.append("none")
     if history.last is not None:
@@ -124,7 +124,7 @@ def _kv(folder: RunFolder) -> list[str]:
 
 
 def _queue(history: History) -> list[str]:
-    from headrace.line.history import Status
+    from headrace.runs.state import Status
 
     outstanding = [group for group in history.groups.values() if group.outstanding]
     flying = list(history.attempts_in_flight)
@@ -133,7 +133,7 @@ def _queue(history: History) -> list[str]:
     due = f", the first due at version {min(deadlines)}" if deadlines else ""
     return [
         f"{len(outstanding)} groups outstanding{due}",
-        f"{count[Status.RUNNING]} trajectories to decode, {count[Status.AT_ENVIRONMENT]} at their environment, "
+        f"{count[Status.DECODING]} trajectories to decode, {count[Status.AT_ENVIRONMENT]} at their environment, "
         f"{count[Status.REWARDED]} rewarded and not trained yet",
         f"{sum(attempt.tokens for attempt in flying):,} tokens in flight, {history.lost:,} lost in crashes",
     ]
@@ -141,7 +141,7 @@ def _queue(history: History) -> list[str]:
 
 def _interrupted(folder: RunFolder, history: History, state: str) -> list[str]:
     """What the unit that was under way when the run ended has lost, which the journal learns from a resume only."""
-    from headrace.line.endings import unaccounted
+    from headrace.runs.endings import unaccounted
 
     if history.running:
         return []

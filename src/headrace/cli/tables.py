@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from headrace.line.printable import printable
+from headrace.runs.printable import printable
 
 if TYPE_CHECKING:
-    from headrace.line.history import Attempt, History, StepHistory
+    from headrace.runs.history import AttemptHistory, History, StepHistory
 
 
 def steps_table(steps: Sequence[StepHistory], of: int) -> Table:
@@ -42,9 +42,9 @@ def cell(text: str, console: Console) -> Text:
     return Text(printable(text, console.file))
 
 
-def attempts_table(attempts: Sequence[Attempt], history: History, console: Console) -> Table:
+def attempts_table(attempts: Sequence[AttemptHistory], history: History, console: Console) -> Table:
     """One row for each attempt."""
-    from headrace.line.transcript import task_text
+    from headrace.runs.transcript import task_text
 
     rows = [
         (

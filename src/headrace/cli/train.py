@@ -18,8 +18,8 @@ from headrace.errors import UserError
 
 if TYPE_CHECKING:
     from headrace.line.display import LiveDisplay, LogDisplay
-    from headrace.line.line import Line
-    from headrace.line.observer import LineResult
+    from headrace.line.handle import Line
+    from headrace.runs.results import LineResult
 
 SUMMARY_STEPS = 3
 """The summary's reward is the mean over this many last steps."""
@@ -70,14 +70,14 @@ def train(
         _dry_run(Config.load(config, overrides or ()), run_dir, console)
     else:
         settings = Config.load(config, overrides or ())
-        from headrace.line.line import Line
+        from headrace.line.handle import Line
 
         _run(Line.from_config(settings, run_dir, name=config.stem), console)
 
 
 def _resume(run_dir: Path, console: Console) -> None:
-    from headrace.line.line import Line
-    from headrace.line.run_folder import RunFolder
+    from headrace.line.handle import Line
+    from headrace.runs.folder import RunFolder
 
     with RunFolder.open(run_dir, read_only=True) as folder:
         complete = folder.complete
@@ -167,6 +167,13 @@ def _summarise(result: LineResult, console: Console) -> None:
     if not any(step["tokens_trained"] for step in result.metrics):
         say(
             console,
-            "nothing was learned: in no step did the samples of a group earn different rewards; make the tasks easier, "
-            "or give partial credit",
+            "nothing was learned: in no step did the samples of a group earn different rewards; "
+            + _cure(result.rewards),
         )
+
+
+def _cure(rewards: list[float]) -> str:
+    """What to do about rewards that do not differ: all of them are the best there is, or none is."""
+    if min(rewards) > 0 and min(rewards) == max(rewards):
+        return "every answer earned the same, so make the tasks harder, or let the reward tell good answers apart"
+    return "make the tasks easier, or give partial credit"

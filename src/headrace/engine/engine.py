@@ -29,11 +29,11 @@ from headrace.engine.sampler import random_key, sample, uniform
 from headrace.engine.scheduler import Scheduler
 from headrace.engine.sequence import EngineSequence
 from headrace.engine.slots import KVSlots, bytes_per_token
+from headrace.engine.text import before_stop, completion_text, stop_token_ids
 from headrace.errors import NonFiniteError, UserError
 from headrace.models import (
     IncrementalDetokenizer,
     LoadedModel,
-    decode_completion,
     encode_prompt,
     load_model,
     resolve,
@@ -225,7 +225,7 @@ class Engine:
             random_key=random_key,
             priority=priority,
             arrival=self._arrivals,
-            stop_token_ids=self._stop_token_ids(sampling),
+            stop_token_ids=stop_token_ids(sampling, self.model.eos_token_ids),
             keep_kv=keep_kv,
         )
         self._arrivals += 1
@@ -375,7 +375,9 @@ class Engine:
                 self.abort(request_id)
             raise
         for item in samples.values():
-            item.text = self.completion_text(item.token_ids, item.finish_reason, sampling)
+            item.text = completion_text(
+                self.tokenizer, item.token_ids, item.finish_reason, sampling, self.model.eos_token_ids
+            )
         return outputs
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[str]:
@@ -394,7 +396,7 @@ class Engine:
         # Text that could be the beginning of a stop string is held back until it is clear that it is not.
         held = ""
         longest = max((len(stop) for stop in sampling.stop), default=1)
-        stop_token_ids = self._stop_token_ids(sampling)
+        ends = stop_token_ids(sampling, self.model.eos_token_ids)
         try:
             finished = False
             while not finished:
@@ -402,10 +404,10 @@ class Engine:
                     if event.request_id is not request_id:
                         raise RuntimeError("stream() needs an idle engine: other requests are running")
                     finished = event.finish_reason is not None
-                    if event.finish_reason != "stop" or event.token_id not in stop_token_ids:
+                    if event.finish_reason != "stop" or event.token_id not in ends:
                         held += detokenizer.push(event.token_id)
                 if finished:
-                    held = _before_stop(held + detokenizer.finish(), sampling.stop)
+                    held = before_stop(held + detokenizer.finish(), sampling.stop)
                     safe = len(held)
                 else:
                     safe = len(held) - longest + 1
@@ -415,22 +417,11 @@ class Engine:
         finally:
             self.abort(request_id)
 
-    def completion_text(self, token_ids: Sequence[int], finish_reason: str | None, sampling: Sampling) -> str:
-        """A completion as text, without special tokens, the stop token and the stop string that ended it."""
-        ids = list(token_ids)
-        if ids and finish_reason == "stop" and ids[-1] in self._stop_token_ids(sampling):
-            ids.pop()
-        return _before_stop(decode_completion(self.tokenizer, ids), sampling.stop)
-
     def _one_object(self, prompt: tuple[int, ...]) -> tuple[int, ...]:
         """Equal prompts as one object, so that comparing them costs nothing."""
         if len(self._prompts) >= KNOWN_PROMPTS:
             self._prompts.clear()
         return self._prompts.setdefault(prompt, prompt)
-
-    def _stop_token_ids(self, sampling: Sampling) -> frozenset[int]:
-        ends = () if sampling.ignore_eos else self.model.eos_token_ids
-        return frozenset((*sampling.stop_token_ids, *ends))
 
     def _advance(self, sequence: EngineSequence, token_id: int, logprob: float) -> TokenEvent:
         sequence.token_ids.append(token_id)
@@ -482,11 +473,6 @@ def _append(item: Sample, event: TokenEvent) -> None:
     item.logprobs.append(event.logprob)
     item.versions.append(event.version)
     item.finish_reason = event.finish_reason
-
-
-def _before_stop(text: str, stops: Sequence[str]) -> str:
-    found = [text.index(stop) for stop in stops if stop in text]
-    return text[: min(found)] if found else text
 
 
 def context_limit(model_limit: int, config: EngineConfig) -> int:

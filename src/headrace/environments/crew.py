@@ -1,9 +1,9 @@
 """The worker processes of one environment, and the thread that owns them.
 
 Invariants
-* A worker that dies, or is silent past the deadline of its work, is replaced; what it was doing is told to its work,
-  and nothing else is touched. So is one whose messages cannot be read.
-* What a worker says that nobody asked for is dropped, and told of once.
+* A worker that dies, is silent past the deadline of its work, or sends what cannot be read, is replaced. Its `Work` is
+  told, and settles what that worker was doing; nothing else is touched.
+* A message that answers nothing that was asked is dropped. The first one is reported.
 * An environment that cannot be built at first, or a worker that fails to start `MAX_FAILED_STARTS` times in a row,
   ends the crew with an error.
 * `close` leaves no process behind; nor does the death of this process.
@@ -35,30 +35,40 @@ _CLOSE_TIMEOUT_S = 0.8
 
 
 class Work(Protocol):
-    """What one place for a worker has to do, over all the processes that ever stand in it.
+    """What one worker is to do. It outlives the process: the one that replaces it goes on with the same work.
 
-    The crew's thread alone calls it; times are those of `time.monotonic`.
+    Only the crew's thread calls this. Times are those of `time.monotonic`.
     """
 
     deadline: float
-    """When the worker has been silent for too long; infinite if it has nothing to do."""
+    """When the worker will have been silent for too long; infinite if it has nothing to do."""
 
-    def give(self, now: float) -> Sequence[Any]:
-        """What to send to the worker now."""
+    def next_requests(self, now: float) -> Sequence[Any]:
+        """What to send to the worker now; counts as sent."""
         ...
 
-    def take(self, message: Reply, now: float) -> bool:
-        """What the worker said. Whether it answers to anything; else nothing has changed."""
+    def on_message(self, message: Reply, now: float) -> bool:
+        """The worker said something. Returns whether it was asked for; if not, nothing has changed."""
         ...
 
-    def lose(self, how: str | None) -> bool:
-        """The worker is gone: how it ended, or None where it is killed at its deadline. Whether it was at work."""
+    def on_lost(self, how: str | None) -> bool:
+        """The worker is gone: `how` it ended, or None if it was killed at its deadline.
+
+        Returns whether it was at work, so that its end may be the work's fault.
+        """
         ...
 
 
 @dataclass(slots=True)
 class _Slot:
-    """A place for one worker process; only the crew's thread touches it. It has work once it was ready."""
+    """One worker: the process that stands for it now, and its work once a process of it has been ready.
+
+    Only the crew's thread touches it.
+
+    Attributes:
+        deadline: when the process must be ready.
+        failed_starts: processes that ended before they did any work, in a row.
+    """
 
     index: int
     process: WorkerProcess
@@ -69,15 +79,15 @@ class _Slot:
 
 
 class Crew:
-    """Starts, feeds, watches and replaces workers.
+    """Starts workers, sends them their requests, watches and replaces them.
 
     Args:
         setups: one per worker.
-        make_work: the work of worker i, told whether the environment has the conversation form.
-        before: called before work is given out; returns when to call it again at the latest.
+        make_work: makes the work of worker i, told whether the environment has the conversation form.
+        before_sending: called before requests are sent out; returns when to call it again at the latest.
         on_started: called once every worker was ready.
         on_error: called with what ends the crew.
-        report: called with a line about what went wrong and cost nothing.
+        report: called with a line about what went wrong and cost no attempt.
         output: where what the user's code prints goes; standard error by default.
     """
 
@@ -85,7 +95,7 @@ class Crew:
         self,
         setups: Sequence[Setup],
         make_work: Callable[[int, bool], Work],
-        before: Callable[[float], float],
+        before_sending: Callable[[float], float],
         on_started: Callable[[bool], None],
         on_error: Callable[[Exception], None],
         report: Callable[[str], None],
@@ -93,7 +103,7 @@ class Crew:
     ) -> None:
         self._setups = setups
         self._make_work = make_work
-        self._before = before
+        self._before_sending = before_sending
         self._on_started = on_started
         self._on_error = on_error
         self._report = report
@@ -111,7 +121,7 @@ class Crew:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something to give out."""
+        """Have the thread look for requests to send: there may be new ones."""
         # A full buffer means that the thread is about to wake anyway; a closed one, that it is gone.
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_sender.send(b"x")
@@ -131,29 +141,29 @@ class Crew:
                 process = WorkerProcess(setup, self._output)
                 self._slots.append(_Slot(index, process, time.monotonic() + SETUP_TIMEOUT_S))
             while not self._closing:
-                again_at = self._before(time.monotonic())
+                again_at = self._before_sending(time.monotonic())
                 for slot in self._slots:
-                    self._give(slot)
+                    self._send_requests(slot)
                 self._wait_and_receive(again_at)
                 for slot in self._slots:
-                    self._check(slot, time.monotonic())
+                    self._replace_if_dead_or_late(slot, time.monotonic())
         except Exception as error:  # callers wait for this thread: whatever ends it must reach them
-            self._end(RunError(f"the environment pool failed: {type(error).__name__}: {error}"))
+            self._stop_with(RunError(f"the environment pool failed: {type(error).__name__}: {error}"))
         finally:
             for slot in self._slots:
                 slot.process.kill()
             self._wake_receiver.close()
             self._wake_sender.close()
 
-    def _give(self, slot: _Slot) -> None:
-        if not slot.ready or slot.process.exited:  # spend no request on a dead one: `_check` replaces it
+    def _send_requests(self, slot: _Slot) -> None:
+        if not slot.ready or slot.process.exited:  # spend no request on a dead one: it is replaced below
             return
         assert slot.work is not None
         try:
-            for request in slot.work.give(time.monotonic()):
+            for request in slot.work.next_requests(time.monotonic()):
                 slot.process.connection.send(request)
         except OSError:
-            self._lost(slot)
+            self._on_gone(slot)
 
     def _wait_and_receive(self, again_at: float) -> None:
         deadlines = [again_at, *(self._deadline(slot) for slot in self._slots)]
@@ -173,29 +183,29 @@ class Crew:
         try:
             message = slot.process.connection.recv()
         except (EOFError, OSError):
-            self._lost(slot)
+            self._on_gone(slot)
             return
         except Exception:  # user code has written to the socket: unpickling that may raise anything
             slot.process.kill()
-            self._lost(slot, "sent what cannot be read, and was killed")
+            self._on_gone(slot, "sent what cannot be read, and was killed")
             return
         if slot.ready:
-            self._take(slot, message)
+            self._deliver(slot, message)
         elif isinstance(message, Ready):
-            self._ready(slot, message.multi_turn)
+            self._on_ready(slot, message.multi_turn)
         elif isinstance(message, Failed):
-            self._failed_start(slot, message.error)
+            self._on_failed_start(slot, message.error)
         else:
-            self._drop(message)
+            self._report_stray(message)
 
-    def _take(self, slot: _Slot, message: Reply) -> None:
+    def _deliver(self, slot: _Slot, message: Reply) -> None:
         assert slot.work is not None
-        if slot.work.take(message, time.monotonic()):
+        if slot.work.on_message(message, time.monotonic()):
             slot.failed_starts = 0
         else:
-            self._drop(message)
+            self._report_stray(message)
 
-    def _drop(self, message: object) -> None:
+    def _report_stray(self, message: object) -> None:
         if not self._told_of_strays:
             self._told_of_strays = True
             self._report(
@@ -203,11 +213,13 @@ class Crew:
                 "dropped, and this is told once. If the environment forks, end the child with os._exit"
             )
 
-    def _ready(self, slot: _Slot, multi_turn: bool) -> None:
+    def _on_ready(self, slot: _Slot, multi_turn: bool) -> None:
         if self._multi_turn is None:
             self._multi_turn = multi_turn
         elif multi_turn != self._multi_turn:
-            self._end(RunError(f"environment {self._name}: its class has changed its form while it was used"))
+            self._stop_with(
+                RunError(f"environment {self._name}: its class has changed its form while it was used")
+            )
             return
         slot.ready = True
         slot.failed_starts = 0
@@ -216,37 +228,37 @@ class Crew:
             if all(slot.work is not None for slot in self._slots):
                 self._on_started(multi_turn)
 
-    def _check(self, slot: _Slot, now: float) -> None:
+    def _replace_if_dead_or_late(self, slot: _Slot, now: float) -> None:
         """Replace a worker that died without a word or passed its deadline."""
         if slot.process.connection.poll():
             return  # it has just spoken
         if slot.process.exited:
-            self._lost(slot)
+            self._on_gone(slot)
         elif now < self._deadline(slot):
             return
         elif slot.ready:
             assert slot.work is not None
             slot.process.kill()
-            slot.work.lose(None)
+            slot.work.on_lost(None)
             self._replace(slot)
         else:
-            self._failed_start(slot, f"building the environment took longer than {SETUP_TIMEOUT_S:g} s")
+            self._on_failed_start(slot, f"building the environment took longer than {SETUP_TIMEOUT_S:g} s")
 
-    def _lost(self, slot: _Slot, how: str | None = None) -> None:
-        """The worker died, in the middle of something or not, or was killed for what `how` says."""
+    def _on_gone(self, slot: _Slot, how: str | None = None) -> None:
+        """The process died by itself or, if there is `how`, was killed for that."""
         if how is None:
             how = slot.process.describe_exit()
             if slot.ready:
-                self._take_last_words(slot)
-        if slot.ready and slot.work is not None and slot.work.lose(how):
+                self._read_last_words(slot)
+        if slot.ready and slot.work is not None and slot.work.on_lost(how):
             slot.failed_starts = 0
             self._replace(slot)
         else:
             doing = "idle" if slot.ready else "building the environment"
-            self._failed_start(slot, f"the worker {how} while {doing}")
+            self._on_failed_start(slot, f"the worker {how} while {doing}")
 
-    def _take_last_words(self, slot: _Slot) -> None:
-        """They say what a dead worker was at, and a failed send comes before they are read."""
+    def _read_last_words(self, slot: _Slot) -> None:
+        """Deliver what a dead worker had still sent, which may say what it was doing when it died."""
         while True:
             try:
                 if not slot.process.connection.poll():
@@ -254,18 +266,18 @@ class Crew:
                 message = slot.process.connection.recv()
             except Exception:  # their end, or what cannot be read
                 return
-            self._take(slot, message)
+            self._deliver(slot, message)
 
-    def _failed_start(self, slot: _Slot, error: str) -> None:
+    def _on_failed_start(self, slot: _Slot, error: str) -> None:
         slot.failed_starts += 1
         if any(slot.work is None for slot in self._slots):
             if (self._name.rpartition(":")[0] or self._name) not in error:
                 error = f"environment {self._name}: {error}"
-            self._end(EnvironmentSetupError(error))
+            self._stop_with(EnvironmentSetupError(error))
         elif slot.failed_starts >= MAX_FAILED_STARTS:
             times = f"{slot.failed_starts} times in a row"
             who = f"reward worker {slot.index}" if slot.index else "task worker"
-            self._end(RunError(f"environment {self._name}: the {who} failed to start {times}; {error}"))
+            self._stop_with(RunError(f"environment {self._name}: the {who} failed to start {times}; {error}"))
         else:
             self._replace(slot)
 
@@ -275,7 +287,7 @@ class Crew:
         slot.ready = False
         slot.deadline = time.monotonic() + SETUP_TIMEOUT_S
 
-    def _end(self, error: Exception) -> None:
+    def _stop_with(self, error: Exception) -> None:
         self._closing = True
         self._on_error(error)
 

@@ -1,4 +1,4 @@
-"""Work of a worker that serves one request at a time: tasks, or rewards of completions.
+"""The work of a worker that serves one request at a time: tasks, or rewards of completions.
 
 Invariant: a request gets exactly one outcome, whatever becomes of the worker.
 """
@@ -23,7 +23,10 @@ class Job:
 
 
 class Jobs:
-    """One worker's jobs, taken from `next_job` one after another. `changed` guards what `finish` touches."""
+    """One worker's jobs, one after another, each from `next_job`.
+
+    `next_job` and `Job.finish` are called with `changed` held.
+    """
 
     def __init__(self, next_job: Callable[[], Job | None], timeout_s: float, changed: Condition) -> None:
         self._next_job = next_job
@@ -32,7 +35,7 @@ class Jobs:
         self._job: Job | None = None
         self.deadline = math.inf
 
-    def give(self, now: float) -> list[Request]:
+    def next_requests(self, now: float) -> list[Request]:
         if self._job is not None:
             return []
         with self._changed:
@@ -42,7 +45,7 @@ class Jobs:
         self.deadline = now + self._timeout_s
         return [self._job.request]
 
-    def take(self, message: Reply, now: float) -> bool:
+    def on_message(self, message: Reply, now: float) -> bool:
         if self._job is None:
             return False
         match message:
@@ -56,7 +59,7 @@ class Jobs:
                 return False
         return True
 
-    def lose(self, how: str | None) -> bool:
+    def on_lost(self, how: str | None) -> bool:
         if self._job is None:
             return False
         if how is None:

@@ -21,10 +21,12 @@ from headrace.environments.base import Action, Step
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Build this environment; `seed` shuffles its tasks, and no request takes longer than `timeout_s`.
+    """Build this environment.
 
-    `holds_episodes`: this worker is for rewards or, if the environment turns out to be one of conversations, for
-    live episodes; else for tasks.
+    Args:
+        seed: shuffles its train tasks.
+        timeout_s: how long one request, or one call of an episode's method, may take.
+        holds_episodes: whether the worker holds live episodes if the environment has the conversation form.
     """
 
     name: str
@@ -45,7 +47,7 @@ class GetTask:
 
 
 @dataclass(frozen=True, slots=True)
-class TakeTestTasks:
+class GetTestTasks:
     """The first tasks of "test" -> list of dicts."""
 
     count: int
@@ -65,7 +67,7 @@ class Reward:
         return "reward(task, completion)"
 
 
-Request = GetTask | TakeTestTasks | Reward
+Request = GetTask | GetTestTasks | Reward
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,10 +94,10 @@ class Act:
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Put a new instance where a lost one was.
+    """Put a new instance where the episode's lost one stood.
 
-    By its snapshot; without one, or without a method that takes it, by `reset` and a `step` for each action, which
-    must give the recorded `steps` again: the first is that of `reset`.
+    If there is a `snapshot` and the class has `restore`, that does it. Else the instance is reset and told `actions`
+    again, and must answer as recorded in `steps`: first to `reset`, then to each action.
     """
 
     episode: int
@@ -110,7 +112,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Give an episode up, whatever it is doing."""
+    """Cancel what an episode is doing, if anything, and close its instance."""
 
     episode: int
 
@@ -134,6 +136,8 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Done:
+    """What the request has given."""
+
     value: Any
 
 
@@ -146,14 +150,19 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """A method of the episode's instance is being called."""
+    """A method of the episode's instance is about to be called."""
 
     episode: int
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A request of an episode succeeded; `step` is None for `Restore`."""
+    """A request of an episode succeeded.
+
+    Args:
+        step: what its world answered; None for `Restore`.
+        snapshot: what `snapshot()` returned after that, if the class has it.
+    """
 
     episode: int
     step: Step | None

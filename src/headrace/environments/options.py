@@ -1,6 +1,6 @@
-"""Checks of an environment's options, and one-line descriptions of what user code raised.
+"""Checks of an environment's options, and one-line texts about what user code raised or returned.
 
-Invariant: a description is one line that UTF-8 can encode.
+Such a text may hold lone surrogates, which UTF-8 cannot encode: a worker escapes them in whatever error it sends.
 """
 
 from __future__ import annotations
@@ -31,27 +31,22 @@ def reject_unknown(options: Mapping[str, Any], known: Iterable[str], owner: str)
             raise EnvironmentSetupError(f"unknown environment option {option!r} of {owner}{hint}")
 
 
-def encodable(text: str) -> str:
-    """`text` with what UTF-8 cannot encode, lone surrogates, written as escapes such as `\\ud800`."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def shortened(text: str, length: int = 80) -> str:
+    """`text` cut to at most `length` characters, with an ellipsis where it was cut."""
+    return text if len(text) <= length else f"{text[: length - 1]}…"
 
 
 def describe_exception(error: BaseException, folder: Path | None = None) -> str:
     """`Type: message (file:line)` on one line.
 
     The place is the innermost frame in a file under `folder` (installed packages aside), or else the
-    innermost of all. What UTF-8 cannot encode is escaped.
+    innermost of all.
     """
-    return encodable(_describe(error, folder))
-
-
-def _describe(error: BaseException, folder: Path | None) -> str:
     try:
         message = " ".join(str(error).split())
     except Exception:  # an exception of the user's whose text raises itself
         message = "its message cannot be shown"
-    if len(message) > _MESSAGE_CHARS:
-        message = message[: _MESSAGE_CHARS - 1] + "…"
+    message = shortened(message, _MESSAGE_CHARS)
     name = type(error).__name__
     text = f"{name}: {message}" if message else name
     if isinstance(error, SyntaxError) and error.filename and Path(error.filename).is_file():

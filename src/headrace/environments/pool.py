@@ -1,13 +1,17 @@
-"""Tasks, rewards and worlds of one environment, out of worker processes: one serves tasks, `workers` the rest.
+"""The tasks of one environment and its rewards or worlds, computed in worker processes.
+
+One process serves tasks; `environment.workers` others serve rewards, or hold the live episodes of conversations.
 
 Invariants
 * User code runs in worker processes only, and every call of it has a deadline.
 * A request that raises, takes too long or kills its worker fails alone: the worker is replaced and the
   others go on.
 * What was asked gets exactly one reply unless it is dropped. A failure is never a reward.
+* An episode that waits for a place in a worker waits as long as other episodes hold the places: `free_places` says
+  beforehand whether it would, and whoever asks bounds the wait. All other waits have deadlines here.
 * `close` leaves no process behind; nor does the death of this process.
 
-What the crew's thread shares with the callers is guarded by `_changed`.
+The crew's thread and the callers share this object; `_changed` guards it.
 """
 
 from __future__ import annotations
@@ -22,9 +26,11 @@ from typing import IO, TYPE_CHECKING, Any, Self
 
 from headrace.environments.base import Action, Observation
 from headrace.environments.crew import Crew, Work
-from headrace.environments.jobs import Job, Jobs
-from headrace.environments.messages import GetTask, Reward, Setup, TakeTestTasks
+from headrace.environments.jobs import Jobs
+from headrace.environments.messages import GetTask, GetTestTasks, Reward, Setup
+from headrace.environments.options import shortened
 from headrace.environments.reply import WorldReply
+from headrace.environments.reward_queue import RewardQueue
 from headrace.environments.tasks import WantedTasks
 from headrace.environments.worlds import Worlds
 from headrace.errors import EnvironmentFailure, EnvironmentSetupError, RunError
@@ -64,7 +70,7 @@ class EnvironmentPool:
         self._crew = Crew(
             [setup] + [holder] * config.workers,
             self._make_work,
-            self._worlds.assign,
+            self._worlds.fail_late_and_fill_places,
             self._on_started,
             self._on_error,
             self._report,
@@ -74,9 +80,7 @@ class EnvironmentPool:
         self._pending: dict[Hashable, float] = {}
         self._replies: deque[WorldReply] = deque()
         self._reports: deque[str] = deque(maxlen=_REPORTS_KEPT)
-        # Rewards: those that no worker has taken yet, and what each pending key is about.
-        self._queue: deque[tuple[Hashable, Reward]] = deque()
-        self._rewards: dict[Hashable, Reward] = {}
+        self._rewards = RewardQueue(self._answer)
         self._tasks = WantedTasks()
 
     # Life
@@ -118,6 +122,20 @@ class EnvironmentPool:
             raise RunError("the environment pool is not running")
         return self._multi_turn
 
+    @property
+    def places(self) -> int | None:
+        """How many episodes can be in workers at once; None, no limit, for an environment of `tasks` + `reward`."""
+        return self._worlds.places if self.multi_turn else None
+
+    @property
+    def free_places(self) -> int | None:
+        """How many episodes more could begin without waiting for another one to end; None as for `places`.
+
+        Those that wait already have the first claim, so this is `places` minus the live ones, and never negative. The
+        place of an episode that has just ended may take a moment until its `close` is over.
+        """
+        return max(0, self._worlds.places - self._worlds.num_live) if self.multi_turn else None
+
     # Tasks
 
     def check(self, sample_completion: str = "", test_tasks: int = 0) -> dict[str, Any]:
@@ -133,13 +151,13 @@ class EnvironmentPool:
         task: dict[str, Any]
         task, error = self._outcome(GetTask(0))
         if error is None and test_tasks:
-            _, error = self._outcome(TakeTestTasks(test_tasks))
+            _, error = self._outcome(GetTestTasks(test_tasks))
         if error is None and self.multi_turn:
             self.observe(task)
         elif error is None:
             key = object()
             self.submit(key, task, sample_completion)
-            reply = self._take_reply(key)
+            reply = self._wait_for_reply(key)
             error = reply.error and f"{reply.error}, on the first task and completion {sample_completion!r}"
         if error is not None:
             raise self._setup_error(error)
@@ -150,19 +168,25 @@ class EnvironmentPool:
 
         Raises:
             EnvironmentSetupError: which method failed, and how.
+            RunError: no place is free, so that this could wait without end.
         """
+        if self.free_places == 0:
+            raise RunError(
+                f"environment {self._config.name}: all {self.places} places for episodes are taken; drop one, or "
+                "raise environment.episodes_per_worker"
+            )
         key = object()
         self.reset(key, task)
-        reply = self._take_reply(key)
+        reply = self._wait_for_reply(key)
         if reply.error is not None:
-            raise self._setup_error(f"{reply.error}, on task {_shortened(task)}")
+            raise self._setup_error(f"{reply.error}, on task {shortened(repr(task))}")
         closed: list[str | None] = []
         with self._changed:
             self._worlds.drop(key, closed.append)
             self._crew.wake()
             self._wait_for(lambda: bool(closed))
         if closed[0] is not None:
-            raise self._setup_error(f"{closed[0]}, after reset on task {_shortened(task)}")
+            raise self._setup_error(f"{closed[0]}, after reset on task {shortened(repr(task))}")
         assert reply.observation is not None
         return reply.observation
 
@@ -177,7 +201,7 @@ class EnvironmentPool:
 
     def test_tasks(self, count: int) -> list[dict[str, Any]]:
         """The first `count` held-out tasks, or all where there are fewer. Raises as `train_task` does."""
-        tasks: list[dict[str, Any]] = self._value(TakeTestTasks(count)) if count > 0 else []
+        tasks: list[dict[str, Any]] = self._value(GetTestTasks(count)) if count > 0 else []
         return tasks
 
     # Requests. Each gets one reply that carries `key`.
@@ -188,16 +212,14 @@ class EnvironmentPool:
             self._raise_if_over(multi_turn=False)
             if key in self._pending:
                 raise ValueError(f"a reward for {key!r} is already pending")
-            request = Reward(task, completion)
             self._pending[key] = time.monotonic()
-            self._rewards[key] = request
-            self._queue.append((key, request))
+            self._rewards.ask(key, Reward(task, completion))
         self._crew.wake()
 
     def reset(self, key: Hashable, task: dict[str, Any]) -> None:
         """Begin an episode of `task`; the reply has its first observation. `key` must not be live.
 
-        It may wait for a place: `environment.workers` times `environment.episodes_per_worker` are live at once.
+        It waits if none of the `places` is free. That wait has no end of its own; `wait` bounds it for the caller.
         """
         self._ask(key, lambda: self._worlds.reset(key, task))
 
@@ -248,8 +270,7 @@ class EnvironmentPool:
         """
         with self._changed:
             self._pending.pop(key, None)
-            self._rewards.pop(key, None)
-            self._queue = deque(item for item in self._queue if item[0] != key)
+            self._rewards.drop(key)
             self._replies = deque(reply for reply in self._replies if reply.key != key)
             self._worlds.drop(key)
         self._crew.wake()
@@ -286,10 +307,9 @@ class EnvironmentPool:
             return max((time.monotonic() - since for since in self._pending.values()), default=0.0)
 
     def take_reports(self) -> list[str]:
-        """Lines about what went wrong since the last time and cost no attempt: a `close` that raised, a lost worker,
-        an answer to nothing that was asked.
+        """Lines about what went wrong since the last time without costing an attempt; at most the last 100.
 
-        At most the last 100.
+        Such as a `close` that raised, a lost worker whose episodes go on, or an answer that nobody asked for.
         """
         with self._changed:
             reports = list(self._reports)
@@ -321,24 +341,20 @@ class EnvironmentPool:
         with self._changed:  # the crew's thread does not hold it
             self._reports.append(text)
 
-    def _take_reply(self, key: object) -> WorldReply:
+    def _wait_for_reply(self, key: object) -> WorldReply:
         with self._changed:
             self._wait_for(lambda: any(reply.key is key for reply in self._replies))
             reply = next(reply for reply in self._replies if reply.key is key)
             self._replies.remove(reply)
-            self._settle(reply)
+            del self._pending[key]
             return reply
 
     def _hand_out(self) -> list[WorldReply]:
         replies = list(self._replies)
         self._replies.clear()
         for reply in replies:
-            self._settle(reply)
+            del self._pending[reply.key]
         return replies
-
-    def _settle(self, reply: WorldReply) -> None:
-        del self._pending[reply.key]
-        self._rewards.pop(reply.key, None)
 
     def _raise_if_over(self, multi_turn: bool | None = None) -> None:
         if self._fatal is not None:
@@ -350,25 +366,28 @@ class EnvironmentPool:
             raise ValueError(f"environment {self._config.name} has {form}")
 
     def _wait_for(self, done: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Wait until `done()`. Without a timeout the deadlines of the workers' requests bound the wait."""
+        """Wait until `done()`, or until the pool is over, which raises.
+
+        Without `timeout_s`, what is waited for must have a deadline in the workers.
+        """
         timeout_s = None if timeout_s == math.inf else timeout_s
         self._changed.wait_for(lambda: done() or self._closing or self._fatal is not None, timeout_s)
         if not done():
             self._raise_if_over()
 
-    def _value(self, request: GetTask | TakeTestTasks) -> Any:
+    def _value(self, request: GetTask | GetTestTasks) -> Any:
         value, error = self._outcome(request)
         if error is not None:
             raise EnvironmentFailure(f"environment {self._config.name}: {error}")
         return value
 
-    def _outcome(self, request: GetTask | TakeTestTasks) -> tuple[Any, str | None]:
+    def _outcome(self, request: GetTask | GetTestTasks) -> tuple[Any, str | None]:
         with self._changed:
             self._raise_if_over()
             self._tasks.want(request)
             self._crew.wake()
             self._wait_for(lambda: self._tasks.has(request))
-            return self._tasks.take(request)
+            return self._tasks.pop_outcome(request)
 
     def _setup_error(self, error: str) -> EnvironmentSetupError:
         return EnvironmentSetupError(f"environment {self._config.name}: {error}")
@@ -380,7 +399,7 @@ class EnvironmentPool:
             return Jobs(self._tasks.next_job, self._config.timeout_s, self._changed)
         if multi_turn:
             return self._worlds.add_worker()
-        return Jobs(self._next_reward_job, self._config.timeout_s, self._changed)
+        return Jobs(self._rewards.next_job, self._config.timeout_s, self._changed)
 
     def _on_started(self, multi_turn: bool) -> None:
         with self._changed:
@@ -391,20 +410,3 @@ class EnvironmentPool:
         with self._changed:
             self._fatal = self._fatal or error
             self._changed.notify_all()
-
-    def _next_reward_job(self) -> Job | None:
-        if not self._queue:
-            return None
-        key, request = self._queue.popleft()
-
-        def finish(value: Any, error: str | None) -> None:
-            if self._rewards.get(key) is request:  # else it was dropped meanwhile
-                seconds = time.monotonic() - self._pending[key]
-                self._answer(WorldReply(key, value, error, seconds=seconds))
-
-        return Job(request, finish)
-
-
-def _shortened(task: dict[str, Any]) -> str:
-    text = repr(task)
-    return text if len(text) <= 80 else f"{text[:79]}…"

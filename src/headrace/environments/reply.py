@@ -1,4 +1,4 @@
-"""What the pool hands out: one reply to each thing that was asked of an environment."""
+"""The pool's reply to one request: a reward, what a world answered, or why there is neither."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class WorldReply:
         done: whether the episode is over.
         info: what the environment says about the turn, plain data.
         snapshot: where the world stands after this reply, plain data, if its class can say; else None.
-        seconds: from the request to this reply, waiting for a place in a worker included.
+        seconds: how long the environment took for it. Waiting for a worker, or for a place in one, is not counted.
     """
 
     key: Hashable

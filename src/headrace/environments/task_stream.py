@@ -1,11 +1,11 @@
-"""The endless row of tasks of one split, of which any place can be asked for.
+"""The tasks of one split as an endless sequence: the task at any index can be asked for.
 
 Invariants
-* What stands at a place is a function of (environment, split, seed) alone: it does not depend on what was
+* The task at an index is a function of (environment, split, seed) alone: it does not depend on what was
   asked before, so a resumed run meets the same tasks.
-* A finite "train" is reshuffled every epoch by (seed, epoch), but for one whose length shows only after its
-  first 10,000 tasks: its first epoch keeps its own order. Endless ones and every "test" keep their own order.
-* Every task that leaves is validated.
+* A finite "train" is reshuffled every epoch by (seed, epoch). One exception: if its end only shows beyond the first
+  10,000 tasks, its first epoch keeps its own order. An endless "train" and every "test" keep their own order.
+* Every task that is returned was validated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _END = object()
 
 
 class TaskStream:
-    """Tasks of one split by their place.
+    """Tasks of one split by their index.
 
     Args:
         environment: where they come from; its `tasks(split)` is called when the first one is asked for.
@@ -69,7 +69,7 @@ class TaskStream:
         """
         return self._validate(self._raw(index))
 
-    def take(self, count: int) -> list[dict[str, Any]]:
+    def first(self, count: int) -> list[dict[str, Any]]:
         """The first `count` tasks, or all of one epoch where it has fewer. Raises as `get` does."""
         tasks: list[dict[str, Any]] = []
         while len(tasks) < count:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.environments.jobs import Job
-from headrace.environments.messages import GetTask, TakeTestTasks
+from headrace.environments.messages import GetTask, GetTestTasks
 
 PREFETCH = 32
 """Train tasks read ahead of the last one asked for."""
@@ -22,13 +22,13 @@ class WantedTasks:
     """Tasks on their way from the task worker to those who ask."""
 
     def __init__(self) -> None:
-        self._outcomes: dict[GetTask | TakeTestTasks, tuple[Any, str | None]] = {}
+        self._outcomes: dict[GetTask | GetTestTasks, tuple[Any, str | None]] = {}
         self._window = range(0)
-        self._wanted_test: TakeTestTasks | None = None
+        self._wanted_test: GetTestTasks | None = None
 
-    def want(self, request: GetTask | TakeTestTasks) -> None:
+    def want(self, request: GetTask | GetTestTasks) -> None:
         """Have this read, if it is not there yet."""
-        if isinstance(request, TakeTestTasks):
+        if isinstance(request, GetTestTasks):
             self._wanted_test = request
             return
         self._window = range(request.index, request.index + 1 + PREFETCH)
@@ -38,13 +38,13 @@ class WantedTasks:
             if not isinstance(known, GetTask) or known.index in self._window
         }
 
-    def has(self, request: GetTask | TakeTestTasks) -> bool:
+    def has(self, request: GetTask | GetTestTasks) -> bool:
         return request in self._outcomes
 
-    def take(self, request: GetTask | TakeTestTasks) -> tuple[Any, str | None]:
-        """What was wanted and is there: (value, error), one of which is None."""
+    def pop_outcome(self, request: GetTask | GetTestTasks) -> tuple[Any, str | None]:
+        """(value, error) of what `has` says is there; one of them is None. A failure is forgotten with this."""
         value, error = self._outcomes[request]
-        if error is not None or isinstance(request, TakeTestTasks):
+        if error is not None or isinstance(request, GetTestTasks):
             del self._outcomes[request]
         if error is not None:
             self._window = range(0)  # do not run into the same failure unasked
@@ -52,7 +52,7 @@ class WantedTasks:
 
     def next_job(self) -> Job | None:
         """What the task worker should do now."""
-        request: GetTask | TakeTestTasks | None = self._wanted_test
+        request: GetTask | GetTestTasks | None = self._wanted_test
         self._wanted_test = None
         for index in self._window if request is None else ():
             value, error = self._outcomes.get(GetTask(index), (None, None))
@@ -65,7 +65,7 @@ class WantedTasks:
         wanted = request
 
         def finish(value: Any, error: str | None) -> None:
-            if isinstance(wanted, TakeTestTasks) or wanted.index in self._window:
+            if isinstance(wanted, GetTestTasks) or wanted.index in self._window:
                 self._outcomes[wanted] = (value, error)
 
         return Job(wanted, finish)

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from headrace.environments.base import Observation, Step
-from headrace.environments.options import encodable, suggest
+from headrace.environments.options import shortened, suggest
 from headrace.errors import EnvironmentSetupError
 
 MAX_INTEGER_BITS = 10_000
@@ -294,7 +294,5 @@ def _unwrap(value: object) -> object:
 def _show(value: object) -> str:
     if value is None:
         return "None"
-    text = " ".join(repr(value).split())
-    if len(text) > _SHOWN_CHARS:
-        text = text[: _SHOWN_CHARS - 1] + "…"
-    return f"{encodable(text)} ({type(value).__name__})"
+    text = shortened(" ".join(repr(value).split()), _SHOWN_CHARS)
+    return f"{text} ({type(value).__name__})"

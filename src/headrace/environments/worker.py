@@ -4,6 +4,7 @@ Invariants
 * It serves tasks or rewards one at a time over the socket FD, or many live episodes; and nothing the user prints
   gets onto that socket: standard output goes to standard error.
 * It alone speaks on that socket: a copy of it that user code forked, and let go on, ends instead of speaking.
+* The text of an error that it sends can be encoded in UTF-8.
 * It ends, with everything it started in its process group, as soon as the parent dies or closes its end of
   the socket. If user code holds the interpreter just then, it ends when its request's time is over.
 * Ctrl-C belongs to the parent.
@@ -23,22 +24,25 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from headrace.environments.base import Caller, ConversationEnvironment, Environment, is_conversation
 from headrace.environments.messages import (
+    Closed,
     Done,
     Failed,
     GetTask,
     Progress,
     Ready,
+    Refused,
     Reply,
     Request,
     Reward,
     Setup,
 )
-from headrace.environments.options import describe_exception, encodable
+from headrace.environments.options import describe_exception
 from headrace.environments.registry import environment_builder, environment_folder
 from headrace.environments.task_stream import TaskStream
 from headrace.environments.validation import validate_reward
@@ -77,7 +81,7 @@ class Server:
         try:
             return Done(self._serve(request))
         except EnvironmentSetupError as error:
-            return Failed(encodable(str(error)))
+            return Failed(str(error))
         except (
             BaseException
         ) as error:  # nothing that user code raises may end the worker, SystemExit included
@@ -92,7 +96,7 @@ class Server:
             )
         if isinstance(request, GetTask):
             return self._train.get(request.index)
-        return self._test.take(request.count)
+        return self._test.first(request.count)
 
     def _on_read(self, count: int) -> None:
         now = time.monotonic()
@@ -112,7 +116,7 @@ def main(fd: int) -> None:
     os.dup2(2, 1)
     sys.stdout = sys.stderr
     connection = Connection(fd)
-    send = _only_from_this_process(connection.send)
+    send = _make_send(connection)
     inbox = Inbox()
     threading.Thread(target=_receive, args=(connection, inbox), name="parent", daemon=True).start()
 
@@ -122,7 +126,7 @@ def main(fd: int) -> None:
         build = environment_builder(setup.name, setup.options)
         environment = build()
     except EnvironmentSetupError as error:
-        send(Failed(encodable(str(error))))
+        send(Failed(str(error)))
         return
     except BaseException as error:
         folder = environment_folder(setup.name)
@@ -138,21 +142,25 @@ def main(fd: int) -> None:
         send(server.answer(inbox.get()))
 
 
-def _only_from_this_process(send: Callable[[Reply], None]) -> Callable[[Reply], None]:
-    """`send`, which ends any other process that calls it.
+def _make_send(connection: Connection) -> Callable[[Reply], None]:
+    """What sends a message to the parent, its error's text made encodable: lone surrogates become `\\ud800`.
 
-    One that user code forked shares the socket, and where it goes on it would answer a second time.
+    It ends any other process that calls it: one that user code forked shares the socket, and where it goes on it
+    would answer a second time.
     """
     own = os.getpid()
 
-    def guarded(message: Reply) -> None:
+    def send(message: Reply) -> None:
         if os.getpid() != own:
             with contextlib.suppress(OSError):
                 os.write(2, _STRAY_COPY)
             os._exit(1)
-        send(message)
+        if isinstance(message, Failed | Refused | Closed) and message.error is not None:
+            text = message.error.encode("utf-8", "backslashreplace").decode("utf-8")
+            message = replace(message, error=text)
+        connection.send(message)
 
-    return guarded
+    return send
 
 
 def _hold_episodes(
@@ -172,7 +180,7 @@ def _hold_episodes(
         folder = environment_folder(setup.name)
         server = WorldServer(build, folder, setup.timeout_s, send, watch)
         loop = asyncio.get_running_loop()
-        inbox.deliver_to(lambda item: loop.call_soon_threadsafe(server.take, item))
+        inbox.deliver_to(lambda item: loop.call_soon_threadsafe(server.on_request, item))
         await asyncio.Future()  # the end of the connection ends the process
         raise AssertionError
 
@@ -181,7 +189,7 @@ def _hold_episodes(
 
 
 class Inbox:
-    """What the parent has sent, in order: taken with `get`, or handed to a function from some point on."""
+    """What the parent has sent, in order: `get` waits for the next item, until `deliver_to` hands all to a function."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -203,7 +211,7 @@ class Inbox:
 
 
 def _receive(connection: Connection, inbox: Inbox) -> None:
-    """Hand on what the parent sends, until its end."""
+    """Put what the parent sends into the inbox; when its end of the connection closes, end this process group."""
     try:
         while True:
             inbox.put(connection.recv())
@@ -216,7 +224,10 @@ def _end_process_group() -> None:
 
 
 def _self_destruct_in(seconds: float) -> None:
-    """End this process unless it is cancelled. The timer is a C thread, which needs no interpreter lock."""
+    """End this process `SELF_DESTRUCT_AFTER_S` past `seconds`, unless the timer is cancelled or set again.
+
+    The timer is a C thread, which needs no interpreter lock.
+    """
     faulthandler.dump_traceback_later(seconds + SELF_DESTRUCT_AFTER_S, exit=True, file=2)
 
 

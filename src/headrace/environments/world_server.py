@@ -3,10 +3,10 @@
 Invariants
 * Each episode has its own instance of the user's class, and one request of it is served at a time. Requests of
   several episodes are served at once as far as their methods are async; plain ones take turns.
-* `Began` is said right before each call of a user's method, so that the parent knows what runs when nothing more
-  is heard. No call takes longer than `timeout_s`: an async one is cancelled then; for one that blocks the loop the
-  parent ends the process.
-* An episode fails alone, whatever its methods raise. Each one that was begun ends with exactly one `Closed`.
+* `Began` is sent right before each call of a user's method, so that the parent knows which calls were going on if the
+  process falls silent. No call takes longer than `timeout_s`: an async one is cancelled then; if a call blocks the
+  loop, the parent kills the process.
+* An episode fails alone, whatever its methods raise. Each one that came here ends with exactly one `Closed`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,21 @@ from headrace.environments.messages import (
     Reset,
     Restore,
 )
-from headrace.environments.options import describe_exception, encodable
+from headrace.environments.options import describe_exception, shortened
 from headrace.environments.validation import validate_observation, validate_snapshot, validate_step
 from headrace.errors import EnvironmentSetupError
 
 
 @dataclass(slots=True)
 class _Live:
-    """An episode: its instance (None until it is built), the tools it told of, and what runs for it now."""
+    """An episode that is served here.
+
+    Attributes:
+        instance: of the user's class; None until it is built.
+        tools: what its `reset` gave; None if it was restored from a snapshot.
+        serving: the task of its latest request.
+        running: every task that runs for it, also those that were cancelled and still clean up.
+    """
 
     number: int
     instance: Any = None
@@ -55,7 +62,7 @@ class WorldServer:
         folder: where the user's code lies, for the place of an error.
         timeout_s: how long one call of a method may take.
         send: tells the parent.
-        watch: called with True before a call of a user's method, and with False when none is going on.
+        watch: called with True before each call of a user's method, and with False when no call is going on any more.
     """
 
     def __init__(
@@ -75,11 +82,11 @@ class WorldServer:
         self._calls = 0
         self._tasks: set[asyncio.Task[Any]] = set()  # the loop itself holds tasks weakly
 
-    def take(self, request: EpisodeRequest) -> None:
-        """Begin to serve a request."""
+    def on_request(self, request: EpisodeRequest) -> None:
+        """The parent asks something of an episode: begin to serve it, or close the episode."""
         if isinstance(request, Close):
             live = self._live.get(request.episode)
-            if live is not None:  # else its last words are on their way
+            if live is not None:  # else its `Closed` is on its way
                 if live.serving is not None:
                     live.serving.cancel()
                 self._close(live)
@@ -87,7 +94,7 @@ class WorldServer:
         if isinstance(request, Reset | Restore):
             self._live[request.episode] = _Live(request.episode)
         live = self._live[request.episode]
-        live.serving = self._start(self._serve(live, request), live)
+        live.serving = self._start_task(self._serve(live, request), live)
 
     async def _serve(self, live: _Live, request: Reset | Act | Restore) -> None:
         try:
@@ -98,7 +105,7 @@ class WorldServer:
             if self._live.get(live.number) is not live:
                 return  # given up meanwhile
             text = str(error) if isinstance(error, EnvironmentSetupError) else self._raised(request, error)
-            self._send(Refused(live.number, encodable(text)))
+            self._send(Refused(live.number, text))
             self._close(live)
             return
         live.serving = None
@@ -120,7 +127,7 @@ class WorldServer:
         return step, snapshot
 
     async def _reset(self, live: _Live, task: dict[str, Any]) -> Step:
-        self._make(live)
+        self._build_instance(live)
         observation = validate_observation(
             await self._call(live, "reset(task)", live.instance.reset, task), "reset(task)"
         )
@@ -140,7 +147,7 @@ class WorldServer:
         return step
 
     async def _restore(self, live: _Live, request: Restore) -> None:
-        self._make(live)
+        self._build_instance(live)
         if request.snapshot is not None and hasattr(live.instance, "restore"):
             restore = live.instance.restore
             await self._call(live, "restore(task, data)", restore, request.task, request.snapshot)
@@ -150,27 +157,27 @@ class WorldServer:
         for turn, (action, recorded) in enumerate(zip(request.actions, rest, strict=True), 1):
             _compare(await self._step(live, action), recorded, f"step(action) of turn {turn}")
 
-    def _make(self, live: _Live) -> None:
-        self._begin(live)
+    def _build_instance(self, live: _Live) -> None:
+        self._call_begins(live)
         try:
             live.instance = self._build()
         finally:
-            self._end()
+            self._call_is_over()
 
     async def _call(self, live: _Live, what: str, method: Callable[..., Any], *args: Any) -> Any:
         """What `method(*args)` returns, awaited if it is awaitable."""
-        self._begin(live)
+        self._call_begins(live)
         try:
             value = method(*args)
             if inspect.isawaitable(value):
                 value = await self._await(live, value, what)
             return value
         finally:
-            self._end()
+            self._call_is_over()
 
     async def _await(self, live: _Live, awaitable: Awaitable[Any], what: str) -> Any:
         # Not asyncio.timeout: user code that swallows its cancellation would hold up the reply.
-        task = self._start(_outcome(awaitable), live)
+        task = self._start_task(_outcome(awaitable), live)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         except asyncio.CancelledError:
@@ -189,7 +196,7 @@ class WorldServer:
     def _close(self, live: _Live) -> None:
         """The episode is over: nothing more is served for it."""
         del self._live[live.number]
-        self._start(self._call_close(live))
+        self._start_task(self._call_close(live))
 
     async def _call_close(self, live: _Live) -> None:
         if live.running:  # cancelled tasks of the user's may clean up first
@@ -199,22 +206,22 @@ class WorldServer:
             if callable(close := getattr(live.instance, "close", None)):
                 await self._call(live, "close()", close)
         except EnvironmentSetupError as failure:
-            error = encodable(str(failure))
+            error = str(failure)
         except BaseException as failure:
             error = self._raised("close()", failure)
         self._send(Closed(live.number, error))
 
-    def _begin(self, live: _Live) -> None:
+    def _call_begins(self, live: _Live) -> None:
         self._calls += 1
         self._watch(True)
         self._send(Began(live.number))
 
-    def _end(self) -> None:
+    def _call_is_over(self) -> None:
         self._calls -= 1
         if self._calls == 0:
             self._watch(False)
 
-    def _start(self, coroutine: Any, live: _Live | None = None) -> asyncio.Task[Any]:
+    def _start_task(self, coroutine: Any, live: _Live | None = None) -> asyncio.Task[Any]:
         task = asyncio.get_running_loop().create_task(coroutine)
         for tasks in (self._tasks, live.running) if live is not None else (self._tasks,):
             tasks.add(task)
@@ -226,7 +233,7 @@ class WorldServer:
 
 
 async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None]:
-    """Its value or what it raised; a SystemExit that left a task by itself would end the loop."""
+    """(what it returned, what it raised). Nothing is raised here: a SystemExit that left a task would end the loop."""
     try:
         return await awaitable, None
     except BaseException as error:
@@ -234,16 +241,12 @@ async def _outcome(awaitable: Awaitable[Any]) -> tuple[Any, BaseException | None
 
 
 def _compare(step: Step, recorded: Step, what: str) -> None:
+    """Raise EnvironmentSetupError if an instance that is told again what it was told answers otherwise."""
     for name in ("observation", "reward", "done"):
         now, then = getattr(step, name), getattr(recorded, name)
         if now != then:
             raise EnvironmentSetupError(
                 f"the episode's worker was lost, and told again it went another way: the {name} of {what} is "
-                f"{_short(now)} and was {_short(then)}; make it depend on the task and the actions alone, or write "
-                "snapshot and restore"
+                f"{shortened(repr(now))} and was {shortened(repr(then))}; make it depend on the task and the actions "
+                "alone, or write snapshot and restore"
             )
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:79]}…"

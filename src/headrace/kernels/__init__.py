@@ -1,6 +1,6 @@
 """Native CPU kernels: what a step of generation spends its time in, in C++ that is compiled where it runs."""
 
-from headrace.kernels.library import available, suits, unavailable_reason
+from headrace.kernels.library import available, kernel_fingerprint, suits, unavailable_reason
 from headrace.kernels.linear import Linear, PackedWeight, input_smoothing
 from headrace.kernels.llama import Cluster, LlamaKernel, LlamaLayer
 from headrace.kernels.memory import HugePages
@@ -26,6 +26,7 @@ __all__ = [
     "available",
     "draw",
     "input_smoothing",
+    "kernel_fingerprint",
     "log_sum_exp",
     "packed_attention",
     "rms_norm",

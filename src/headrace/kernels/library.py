@@ -22,10 +22,10 @@ from functools import cache
 from pathlib import Path
 
 import torch  # its OpenMP runtime must be in the process before the library asks for one
-from filelock import FileLock, Timeout
 from torch import Tensor
 
 from headrace.files import TEMPORARY_PREFIX, cache_folder, write_atomic
+from headrace.locks import locked
 
 _SOURCES = Path(__file__).parent / "source"
 _FLAGS = (
@@ -68,6 +68,13 @@ def unavailable_reason() -> str | None:
 def suits(*tensors: Tensor) -> bool:
     """Whether the kernels can compute on these: float32 on the CPU, where there are kernels."""
     return all(t.dtype == torch.float32 and t.device.type == "cpu" for t in tensors) and available()
+
+
+def kernel_fingerprint() -> str:
+    """What computes here: instruction set, PyTorch, and the build of these kernels. Where it differs, so may bits."""
+    outcome = _outcome()
+    own = "none" if isinstance(outcome, str) else Path(outcome._name).stem
+    return f"{torch.backends.cpu.get_cpu_capability()} torch-{torch.__version__} kernels-{own}"
 
 
 def find_compiler() -> str | None:
@@ -130,10 +137,10 @@ def _compiled() -> Path:
         return path
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / "compiling.lock", timeout=_COMPILE_TIMEOUT_S):
+        with locked(folder / "compiling.lock", timeout_s=_COMPILE_TIMEOUT_S):
             if not _intact(path):
                 _compile(command[0], flags, path)
-    except Timeout:
+    except TimeoutError:
         raise _Unavailable(
             f"another process has been compiling kernels for {_COMPILE_TIMEOUT_S:.0f} s"
         ) from None

@@ -22,9 +22,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from headrace.line.observer import Evaluation, LineStatus, Observer
-from headrace.line.printable import printable
-from headrace.schedule import Unit
+from headrace.line.observer import LineStatus, Observer
+from headrace.runs.printable import printable
+from headrace.runs.results import Evaluation
+from headrace.schedule.units import UnitKind
 
 HEARTBEAT_S = 30.0
 """Seconds of silence after which a log says what the line is doing."""
@@ -36,9 +37,9 @@ _BAR_WIDTH = 40
 _SAME_POLICY_ESS = 0.999  # above it only rounding tells the rollouts' policy from the trained one
 _BARS = "▁▂▃▄▅▆▇█"
 _DOING: dict[str, str] = {
-    Unit.DECODE: "generating",
-    Unit.GRADIENT: "taking gradients",
-    Unit.OPTIMIZER_STEP: "updating the weights",
+    UnitKind.DECODE: "generating",
+    UnitKind.GRADIENT: "taking gradients",
+    UnitKind.OPTIMIZER_STEP: "updating the weights",
 }
 _PREPARING = "preparing: environment, model, held-out reward"
 _FINISHING = "finishing: checkpoint, final model, held-out reward"

@@ -9,10 +9,10 @@ from headrace.config import Config
 from headrace.engine import check_prompt_length, context_limit
 from headrace.environments import EnvironmentPool
 from headrace.line.evaluate import prompt_text
-from headrace.line.run_folder import RunFolder
 from headrace.line.setup import check_observation, memory_estimate
 from headrace.models import encode_task_prompt, resolve
 from headrace.models.load import context_length, load_tokenizer, read_config, refuse_unsupported
+from headrace.runs.folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from pathlib import Path
 from headrace.config import Config
 from headrace.errors import UserError
 from headrace.line.evaluate import evaluate
-from headrace.line.observer import Evaluation
-from headrace.line.run_folder import RunFolder
 from headrace.line.setup import prepare
+from headrace.runs.folder import RunFolder
+from headrace.runs.results import Evaluation
 from headrace.trainer import verify_checkpoint
 
 

@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 
+from headrace.algorithms import Algorithm, load_algorithm
 from headrace.config import Config
 from headrace.engine import Engine, check_prompt_length, context_limit
 from headrace.engine.forward import LLAMA_SHAPED
 from headrace.environments import EnvironmentPool, Observation
+from headrace.errors import UserError
 from headrace.models import (
     Conversation,
     LoadedModel,
@@ -49,13 +51,16 @@ class Workplace:
 
     Attributes:
         held_out: the test tasks to measure it with.
+        skipped: test tasks that were left out since their prompts do not fit the context.
     """
 
     config: Config
     pool: EnvironmentPool
     model: LoadedModel
     engine: Engine
+    algorithm: Algorithm
     held_out: list[HeldOutTask] = field(default_factory=list)
+    skipped: int = 0
 
     def unquantised_engine(self) -> Engine:
         """An idle engine over the model's own weights: the generator, or a short-lived one beside quantised weights."""
@@ -98,6 +103,7 @@ def prepare(
     Raises:
         UserError: one line about what is wrong.
     """
+    algorithm = load_algorithm(config.algorithm)
     pool = EnvironmentPool(config.environment, config.line.seed, output)
     try:
         # The environment first: it is quick to check, and its mistakes are the commonest.
@@ -115,11 +121,11 @@ def prepare(
         tasks = pool.test_tasks(config.eval.tasks)
         if pool.multi_turn:
             check_observation(engine.tokenizer, pool.observe(first_task), engine.context_length)
-            held_out = [HeldOutTask(task, []) for task in tasks]
+            held_out, skipped = [HeldOutTask(task, []) for task in tasks], 0
         else:
-            check_prompt(engine, first_task)
-            held_out = [HeldOutTask(task, check_prompt(engine, task)) for task in tasks]
-        return Workplace(config, pool, model, engine, held_out)
+            check_prompt(engine.tokenizer, engine.context_length, first_task)
+            held_out, skipped = _held_out(engine.tokenizer, engine.context_length, tasks)
+        return Workplace(config, pool, model, engine, algorithm, held_out, skipped)
     except BaseException:
         pool.close()
         raise
@@ -139,15 +145,28 @@ def default_threads() -> int:
     return min(cores, int(wanted)) if wanted.isdecimal() and int(wanted) > 0 else cores
 
 
-def check_prompt(engine: Engine, task: dict[str, Any]) -> list[int]:
+def check_prompt(tokenizer: PreTrainedTokenizerBase, context_length: int, task: dict[str, Any]) -> list[int]:
     """A task's prompt as token ids.
 
     Raises:
         UserError: it leaves no room for an answer.
     """
-    ids = encode_task_prompt(engine.tokenizer, task["prompt"])
-    check_prompt_length(len(ids), engine.context_length)
+    ids = encode_task_prompt(tokenizer, task["prompt"])
+    check_prompt_length(len(ids), context_length)
     return ids
+
+
+def _held_out(
+    tokenizer: PreTrainedTokenizerBase, context_length: int, tasks: list[dict[str, Any]]
+) -> tuple[list[HeldOutTask], int]:
+    """The test tasks whose prompts fit the context, and the number of those that do not."""
+    fitting = []
+    for task in tasks:
+        try:
+            fitting.append(HeldOutTask(task, check_prompt(tokenizer, context_length, task)))
+        except UserError:
+            continue
+    return fitting, len(tasks) - len(fitting)
 
 
 def check_observation(

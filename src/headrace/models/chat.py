@@ -63,7 +63,9 @@ def encode_task_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> li
 
 def decode_completion(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """Text of sampled tokens, without special tokens and without any tidying of spaces."""
-    return tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text = tokenizer.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)  # a list of texts is for a list of lists
+    return text
 
 
 def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
@@ -79,7 +81,7 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mess
         if isinstance(message["content"], str):
             check_encodable(message["content"])
     try:
-        encoded = tokenizer.apply_chat_template(
+        encoded: Any = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             add_generation_prompt=True,
             tokenize=True,
@@ -88,7 +90,8 @@ def _encode_messages(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mess
     # Templates refuse messages with raise_exception, or fail on content they were not written for.
     except (TemplateError, TypeError) as error:
         raise ModelError(f"the model's chat template refuses these messages: {error}") from None
-    return encoded["input_ids"]
+    ids: list[int] = encoded["input_ids"]
+    return ids
 
 
 def check_encodable(text: str, what: str = "a prompt") -> None:
@@ -108,6 +111,8 @@ class IncrementalDetokenizer:
 
     It decodes a short window of the last tokens and returns what is new in it. Some tokens that were already
     returned stay in the window, since tokenizers in the style of SentencePiece drop a text's first space.
+    `tokenizers.DecodeStream` does not serve: in a run of byte-fallback tokens it returns bytes that later ones make
+    invalid, or raises, and while a text does not end in a whole character its work per token grows without bound.
     """
 
     _WINDOW = 16

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from headrace.errors import ModelError
 from headrace.files import TEMPORARY_PREFIX, atomic_folder, cache_folder
+from headrace.locks import lock_file
 from headrace.models import pinned, tiny
 from headrace.models.folder import check_folder, first_line, read_json
 
@@ -184,24 +185,22 @@ def _is_whole(folder: Path) -> bool:
 @contextmanager
 def _lock(key: str) -> Iterator[None]:
     """One process at a time prepares `key`; the others wait, up to a deadline."""
-    from filelock import FileLock, Timeout
-
-    lock = FileLock(_models_folder() / f".lock-{key}")
+    path = _models_folder() / f".lock-{key}"
     try:
-        lock.acquire(timeout=0)
-    except Timeout:
+        file = lock_file(path, timeout_s=0)
+    except TimeoutError:
         logger.info("waiting for another process that prepares %s", key)
         try:
-            lock.acquire(timeout=LOCK_TIMEOUT_S)
-        except Timeout:
+            file = lock_file(path, timeout_s=LOCK_TIMEOUT_S)
+        except TimeoutError:
             raise ModelError(
                 f"another process has been preparing {key} for {LOCK_TIMEOUT_S:.0f} s; end it and try "
-                f"again (it holds {lock.lock_file})"
+                f"again (it holds {path})"
             ) from None
     try:
         yield
     finally:
-        lock.release()
+        os.close(file)
 
 
 @contextmanager

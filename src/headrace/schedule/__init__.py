@@ -5,20 +5,23 @@ decisions.
 """
 
 from headrace.schedule.admission import Admission
+from headrace.schedule.assignments import Assignments
 from headrace.schedule.ledger import Bucket, Ledger
-from headrace.schedule.matching import DecodeCost, LineState, Unit, next_unit, worth_starting
+from headrace.schedule.matching import DecodeCost, LineCounts, plan, worth_starting
 from headrace.schedule.returns import ReturnTimes
 from headrace.schedule.threads import ThreadShare
+from headrace.schedule.units import UnitKind
 
 __all__ = [
     "Admission",
+    "Assignments",
     "Bucket",
     "DecodeCost",
     "Ledger",
-    "LineState",
+    "LineCounts",
     "ReturnTimes",
     "ThreadShare",
-    "Unit",
-    "next_unit",
+    "UnitKind",
+    "plan",
     "worth_starting",
 ]

@@ -1,21 +1,20 @@
-"""The journal of a run: everything that happened, event by event, in one SQLite file.
+"""A journal: numbered records in one SQLite file, each of a kind, a text and some bytes.
 
 Invariants
-* Events are numbered 1, 2, 3, … without gaps, and are never changed. Each carries a checksum over its number,
-  time, kind and body and over the checksum before it: a row that is changed, missing, doubled or moved is
+* Records are numbered 1, 2, 3, … without gaps, and are never changed. Each carries a checksum over its number,
+  time, kind, body and payload and over the checksum before it: a row that is changed, missing, doubled or moved is
   found by whoever reads past it.
-* `commit` writes what was recorded as one transaction. After `kill -9` at any instant the committed events
+* `commit` writes what was recorded as one transaction. After `kill -9` at any instant the committed records
   are there and no others; a machine that loses power may lose the last commits, never the order.
 * A file appears complete, with its table. So an empty or headless one is damage and never a new journal.
 * One process writes (it holds the run folder's lock); any number may read meanwhile, and never hold it up.
 
-Event bodies are JSON, with `NaN`, `Infinity` and `-Infinity` as Python writes them; floats come back exactly.
+What bodies and payloads mean is the writer's business (a run's are frames of events, `runs/events.py`).
 The database is in WAL mode while it is written. A journal that was closed is a single file again.
 """
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import struct
 import time
@@ -40,26 +39,27 @@ from headrace.state.journal_file import (
     set_aside,
 )
 
-__all__ = ["BEGINNING", "Event", "Journal", "JournalDamaged", "Mark", "Salvaged"]
+__all__ = ["BEGINNING", "Journal", "JournalDamaged", "Mark", "Salvaged", "Stored"]
 
-CHUNK_EVENTS = 256
-"""Events per query of a reader: it holds no snapshot in between, so the writer's WAL can be emptied."""
+CHUNK_RECORDS = 256
+"""Records per query of a reader: it holds no snapshot in between, so the writer's WAL can be emptied."""
 
-_FIRST = bytes(16)  # the checksum "before" the first event
+_FIRST = bytes(16)  # the checksum "before" the first record
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
-    """One thing that happened. `seq` counts from 1; `at` is unix time in seconds."""
+class Stored:
+    """One record. `seq` counts from 1; `at` is unix time in seconds."""
 
     seq: int
     at: float
     kind: str
-    body: dict[str, Any]
+    body: bytes
+    payload: bytes
 
 
 class Mark(NamedTuple):
-    """A place in a journal: event `seq`, and by its checksum (hexadecimal) everything up to it."""
+    """A place in a journal: record `seq`, and by its checksum (hexadecimal) everything up to it."""
 
     seq: int
     checksum: str
@@ -74,12 +74,13 @@ class _Row(NamedTuple):
     at: float
     kind: bytes
     body: bytes
+    payload: bytes
     checksum: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Salvaged:
-    """What `Journal.salvage` did: the last whole event, where the damaged file is now, and what was wrong."""
+    """What `Journal.salvage` did: the last whole record, where the damaged file is now, and what was wrong."""
 
     last_seq: int
     kept_as: Path
@@ -100,16 +101,16 @@ class Journal:
         self._connection = connection
         self._pending: list[_Row] = []
         self._last_seq = 0
-        self._checksum = _FIRST  # of the last recorded event
+        self._checksum = _FIRST  # of the last recorded record
 
     @classmethod
     def open(cls, path: str | Path, *, read_only: bool = False) -> Self:
         """Open a journal, and make it if it is missing and may be written.
 
-        To write, every event is checked first, so that nothing is ever appended to a damaged journal.
+        To write, every record is checked first, so that nothing is ever appended to a damaged journal.
 
         Raises:
-            JournalDamaged: it is no journal, or (to write) some event of it is damaged.
+            JournalDamaged: it is no journal, or (to write) some record of it is damaged.
             UserError: it is missing, and only to be read.
             RunError: the disk refused.
         """
@@ -132,7 +133,7 @@ class Journal:
                         # Commits are safe from the death of this process, and wait for no disk.
                         connection.execute("PRAGMA synchronous = NORMAL")
                     # SQLite opens the WAL at the first query, and only what is open is taken away at the end.
-                    connection.execute("SELECT max(seq) FROM events").fetchall()
+                    connection.execute("SELECT max(seq) FROM records").fetchall()
         except BaseException:
             connection.close()
             raise
@@ -140,71 +141,71 @@ class Journal:
 
     @property
     def last_seq(self) -> int:
-        """The number of the last committed event, 0 if there is none."""
+        """The number of the last committed record, 0 if there is none."""
         if not self.read_only:
             return self._last_seq
         with self._explained(1):
-            ((last,),) = self._connection.execute("SELECT coalesce(max(seq), 0) FROM events").fetchall()
+            ((last,),) = self._connection.execute("SELECT coalesce(max(seq), 0) FROM records").fetchall()
         return int(last)
 
     @property
     def mark(self) -> Mark:
-        """The place after the last committed event."""
+        """The place after the last committed record."""
         last = self.last_seq
         return Mark(last, self._checksum_of(last).hex())
 
     def holds(self, mark: Mark) -> bool:
-        """Whether this journal once ended at that place: it has these events and no others before its later ones."""
+        """Whether this journal once ended at that place: it has these records and no others before its later ones."""
         return mark.seq <= self.last_seq and self._checksum_of(mark.seq).hex() == mark.checksum
 
-    def record(self, kind: str, body: dict[str, Any]) -> None:
-        """Note one event for the next commit, as `body` is now.
-
-        Raises:
-            ValueError: JSON cannot hold the body.
-        """
+    def record(self, kind: str, body: str, payload: bytes = b"") -> None:
+        """Note one record for the next commit. A kind that stands for several is joined by "+"."""
         self._refuse_read_only()
-        try:
-            data = json.dumps(body, separators=(",", ":")).encode()
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"a journal's event must be JSON data: {kind}: {error}") from error
-        seq, at, name = self._last_seq + len(self._pending) + 1, time.time(), kind.encode()
-        self._checksum = _checksum(self._checksum, seq, at, name, data)
-        self._pending.append(_Row(seq, at, name, data, self._checksum))
+        seq, at, name, data = (
+            self._last_seq + len(self._pending) + 1,
+            time.time(),
+            kind.encode(),
+            body.encode(),
+        )
+        self._checksum = _checksum(self._checksum, seq, at, name, data, payload)
+        self._pending.append(_Row(seq, at, name, data, payload, self._checksum))
 
     def commit(self) -> int:
-        """Write what was recorded, all of it or nothing; returns the last event's number.
+        """Write what was recorded, all of it or nothing; returns the last record's number.
 
         Raises:
-            RunError: the disk refused. The events stay recorded: another commit tries them again.
+            RunError: the disk refused. The records stay recorded: another commit tries them again.
             JournalDamaged: the file is damaged.
         """
         self._refuse_read_only()
         if self._pending:
             with self._explained(self._last_seq + 1), self._transaction():
                 self._connection.executemany(
-                    "INSERT INTO events VALUES (?, ?, CAST(? AS TEXT), CAST(? AS TEXT), ?)", self._pending
+                    "INSERT INTO records VALUES (?, ?, CAST(? AS TEXT), CAST(? AS TEXT), ?, ?)", self._pending
                 )
             self._last_seq = self._pending[-1].seq
             self._pending.clear()
         return self._last_seq
 
-    def read(self, after: int = 0, kinds: Collection[str] | None = None) -> Iterator[Event]:
-        """The committed events with numbers above `after`, in order; with `kinds` only those, but all are checked.
+    def read(self, after: int = 0, kinds: Collection[str] | None = None) -> Iterator[Stored]:
+        """The committed records with numbers above `after`, in order; all of them are checked.
+
+        Args:
+            kinds: only those of which a part is of one of these kinds.
 
         Events that another process commits meanwhile may be among them.
 
         Raises:
-            JournalDamaged: at the first event that is not as it was written, once all before it were yielded; or
-                event `after` itself is not there.
+            JournalDamaged: at the first record that is not as it was written, once all before it were yielded; or
+                record `after` itself is not there.
         """
         wanted = None if kinds is None else {kind.encode() for kind in kinds}
         for row in self._rows(after):
-            if wanted is None or row.kind in wanted:
-                yield Event(row.seq, row.at, row.kind.decode(), json.loads(row.body))
+            if wanted is None or not wanted.isdisjoint(row.kind.split(b"+")):
+                yield Stored(row.seq, row.at, row.kind.decode(), row.body, row.payload)
 
     def close(self) -> None:
-        """Close the file; events that were recorded and not committed are dropped. May be called twice."""
+        """Close the file; records that were recorded and not committed are dropped. May be called twice."""
         self._pending.clear()
         if not self.read_only:
             # Leaves one file that can be read anywhere. While somebody reads, it stays as it is, which does no harm.
@@ -226,7 +227,7 @@ class Journal:
 
     @classmethod
     def salvage(cls, path: str | Path) -> Salvaged | None:
-        """Replace a damaged journal by one of its whole events, and set the damaged file aside.
+        """Replace a damaged journal by one of its whole records, and set the damaged file aside.
 
         Returns None, and changes nothing, for a journal without damage.
 
@@ -245,7 +246,7 @@ class Journal:
             beside(temporary, suffix).unlink(missing_ok=True)
         copy = cls.open(temporary)
         try:
-            copy._take_whole_events(path)
+            copy._take_whole_records(path)
             copy.close()
             kept_as = cls.set_aside(path)
             # A crash between the two renames leaves the damaged file under its new name, and nothing lost but time.
@@ -257,14 +258,14 @@ class Journal:
 
     # Inside
 
-    def _take_whole_events(self, path: Path) -> None:
-        """Append the events of the journal at `path`, up to where it is damaged."""
+    def _take_whole_records(self, path: Path) -> None:
+        """Append the records of the journal at `path`, up to where it is damaged."""
         with suppress(JournalDamaged):
             source = Journal.open(path, read_only=True)
             try:
                 for row in source._rows(0):
                     self._pending.append(row)
-                    if len(self._pending) == CHUNK_EVENTS:
+                    if len(self._pending) == CHUNK_RECORDS:
                         self.commit()
             finally:
                 source.close()
@@ -274,7 +275,7 @@ class Journal:
         """Read everything, and stand at the end."""
         with self._explained(1):
             ((verdict,),) = self._connection.execute("PRAGMA quick_check(1)").fetchall()
-        last = _Row(0, 0.0, b"", b"", _FIRST)
+        last = _Row(0, 0.0, b"", b"", b"", _FIRST)
         for last in self._rows(0):  # noqa: B007 - only the last one is of use
             pass
         if verdict != b"ok":
@@ -286,14 +287,16 @@ class Journal:
     def _rows(self, after: int) -> Iterator[_Row]:
         """The rows above `after`, each one checked against the one before it."""
         seq, checksum = after, self._checksum_of(after)
-        while rows := self._query(seq + 1, f"{SELECT} WHERE seq > ? ORDER BY seq LIMIT ?", seq, CHUNK_EVENTS):
+        while rows := self._query(
+            seq + 1, f"{SELECT} WHERE seq > ? ORDER BY seq LIMIT ?", seq, CHUNK_RECORDS
+        ):
             for values in rows:
                 seq += 1
                 row = _Row(*values)
                 if row.seq != seq:
-                    raise JournalDamaged(seq, f"it is missing; event {row.seq} stands in its place")
+                    raise JournalDamaged(seq, f"it is missing; record {row.seq} stands in its place")
                 try:
-                    right = _checksum(checksum, seq, row.at, row.kind, row.body) == row.checksum
+                    right = _checksum(checksum, seq, row.at, row.kind, row.body, row.payload) == row.checksum
                 except (TypeError, struct.error):
                     right = False
                 if not right:
@@ -304,13 +307,13 @@ class Journal:
     def _checksum_of(self, seq: int) -> bytes:
         if seq == 0:
             return _FIRST
-        rows = self._query(seq, "SELECT checksum FROM events WHERE seq = ?", seq)
+        rows = self._query(seq, "SELECT checksum FROM records WHERE seq = ?", seq)
         if not rows:
             raise JournalDamaged(seq, "it is missing")
         return rows[0][0]  # type: ignore[no-any-return]
 
     def _query(self, seq: int, statement: str, *values: Any) -> list[Any]:
-        """All rows of a query whose failure means that event `seq` cannot be read."""
+        """All rows of a query whose failure means that record `seq` cannot be read."""
         with self._explained(seq):
             return self._connection.execute(statement, values).fetchall()
 
@@ -336,9 +339,10 @@ class Journal:
             raise RuntimeError(f"{self.path} is open to read only")
 
 
-def _checksum(before: bytes, seq: int, at: float, kind: bytes, body: bytes) -> bytes:
+def _checksum(before: bytes, seq: int, at: float, kind: bytes, body: bytes, payload: bytes) -> bytes:
     digest = blake2b(before, digest_size=16)
-    digest.update(struct.pack("<qdq", seq, at, len(kind)))
+    digest.update(struct.pack("<qdqq", seq, at, len(kind), len(body)))
     digest.update(kind)
     digest.update(body)
+    digest.update(payload)
     return digest.digest()

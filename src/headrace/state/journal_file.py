@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from headrace.errors import RunError
+from headrace.errors import RunError, UserError
 from headrace.files import write_atomic
 
 APPLICATION_ID = 0x68656164
 """Says in the file's header that this database is a journal ("head")."""
 
-FORMAT = 1
+FORMAT = 2
 """The table's layout; a reader refuses others."""
 
 BUSY_TIMEOUT_S = 10.0
@@ -25,7 +25,7 @@ BUSY_TIMEOUT_S = 10.0
 
 PAGE_BYTES = 8192
 SIDE_FILES = ("-wal", "-shm")
-SELECT = "SELECT seq, at, kind, body, checksum FROM events"
+SELECT = "SELECT seq, at, kind, body, payload, checksum FROM records"
 
 _REFUSED = {
     sqlite3.SQLITE_FULL: "the disk is full; free some of it",
@@ -41,7 +41,7 @@ _REFUSED = {
 
 
 class JournalDamaged(RunError):
-    """Event `seq` is the first one that cannot be read or trusted; those before it are whole.
+    """Record `seq` is the first one that cannot be read or trusted; those before it are whole.
 
     Attributes:
         seq: its number, from 1.
@@ -49,13 +49,13 @@ class JournalDamaged(RunError):
     """
 
     def __init__(self, seq: int, why: str) -> None:
-        super().__init__(f"from event {seq} on: {why}")
+        super().__init__(f"from record {seq} on: {why}")
         self.seq, self.why = seq, why
 
 
 @contextmanager
 def explained(path: Path, seq: int) -> Iterator[None]:
-    """Turn what SQLite raises into a refusal of the disk, or into damage at event `seq`."""
+    """Turn what SQLite raises into a refusal of the disk, or into damage at record `seq`."""
     try:
         yield
     except sqlite3.ProgrammingError:
@@ -106,8 +106,8 @@ def create(path: Path) -> None:
     memory = sqlite3.connect(":memory:")
     memory.executescript(
         f"PRAGMA page_size = {PAGE_BYTES}; PRAGMA application_id = {APPLICATION_ID}; PRAGMA user_version = {FORMAT};"
-        "CREATE TABLE events (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, body TEXT NOT NULL, "
-        "checksum BLOB NOT NULL);"
+        "CREATE TABLE records (seq INTEGER PRIMARY KEY, at REAL NOT NULL, kind TEXT NOT NULL, body TEXT NOT NULL, "
+        "payload BLOB NOT NULL, checksum BLOB NOT NULL);"
     )
     try:
         write_atomic(path, memory.serialize())
@@ -130,6 +130,11 @@ def check_format(path: Path, connection: sqlite3.Connection) -> None:
     ((version,),) = connection.execute("PRAGMA user_version").fetchall()
     if application != APPLICATION_ID:
         raise JournalDamaged(1, "it is not a journal")
+    if 0 < version < FORMAT:
+        raise UserError(
+            f"{path} is a journal of an earlier version of headrace (format {version}, and this one reads {FORMAT}): "
+            "look at the run with the version that wrote it, or begin a new one with model.name = a checkpoint of it"
+        )
     if version != FORMAT:
         raise JournalDamaged(1, f"its format is {version}, and this version of headrace reads {FORMAT}")
     connection.execute(f"{SELECT} LIMIT 0")

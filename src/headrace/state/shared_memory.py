@@ -14,7 +14,6 @@ Linux only: the locks that guard it are released by the system when their holder
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import mmap
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from headrace.errors import RunError, UserError
-from headrace.state.tiers.locks import try_lock
+from headrace.locks import held, try_lock
 
 FOLDER = Path("/dev/shm")
 """Where the system keeps named shared memory."""
@@ -314,9 +313,7 @@ class Segment:
 
     def held(self, byte: int) -> bool:
         """Whether another handle, here or in another process, holds the lock on a byte."""
-        request = struct.pack("hhqqi0q", fcntl.F_WRLCK, 0, byte, 1, 0)
-        answer = fcntl.fcntl(self.file, fcntl.F_OFD_GETLK, request)
-        return struct.unpack("hhqqi0q", answer)[0] != fcntl.F_UNLCK
+        return held(self.file, byte)
 
     def close(self) -> None:
         """Give up the descriptor and its locks. Memory stays mapped as long as a tensor shows it."""

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from headrace.errors import LineStuckError, UserError
 from headrace.kernels.fingerprint import fingerprint
+from headrace.locks import try_lock, unlock
 from headrace.state.shared_memory import (
     PUBLISHER,
     READERS,
@@ -45,7 +46,6 @@ from headrace.state.shared_memory import (
     segment_names,
     segment_path,
 )
-from headrace.state.tiers.locks import try_lock, unlock
 
 _RETRY_S = 0.002
 _REMOVAL_S = 0.1

@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace import kernels
 from headrace.errors import ModelError
@@ -32,6 +33,9 @@ from headrace.models.attention import (
 )
 from headrace.models.indexer import use_indexers
 from headrace.models.load import unsupported_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SMALLEST_BUCKET = 16
 """Responses up to this length are padded to one another; longer ones at most to twice their length."""
@@ -138,9 +142,9 @@ class PackedAttention:
     def _blocks(self, states: Tensor) -> list[Tensor]:
         """[heads, N, D] -> one [batch, heads, length, D] per piece."""
         padded = states.transpose(0, 1).index_select(0, self._gather)
-        parts = padded.split([piece.batch * piece.length for piece in self._pieces])
+        parts = torch.split(padded, [piece.batch * piece.length for piece in self._pieces])
         return [
-            part.unflatten(0, (piece.batch, piece.length)).transpose(1, 2)
+            torch.unflatten(part, 0, (piece.batch, piece.length)).transpose(1, 2)
             for part, piece in zip(parts, self._pieces, strict=True)
         ]
 
@@ -154,7 +158,7 @@ class PackedAttention:
 
 
 @contextmanager
-def packed_attention(module: nn.Module, attention: PackedAttention) -> Iterator[None]:
+def packed_attention(module: PreTrainedModel, attention: PackedAttention) -> Iterator[None]:
     """Let `module` attend through `attention` inside the block, whatever it uses outside.
 
     Raises:
@@ -179,7 +183,7 @@ def packed_attention(module: nn.Module, attention: PackedAttention) -> Iterator[
         )
 
 
-def check_packable(module: nn.Module) -> None:
+def check_packable(module: PreTrainedModel) -> None:
     """Refuse architectures in which tokens of a packed row could meet outside the attention function.
 
     Raises:

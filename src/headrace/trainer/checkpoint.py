@@ -18,17 +18,19 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
 
 from headrace.errors import CheckpointError, UserError
 from headrace.files import atomic_folder
 from headrace.models.quiet import quiet_transformers
 from headrace.trainer.trainer import Trainer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer.safetensors"
@@ -57,7 +59,7 @@ class SavesPretrained(Protocol):
 
 def save_checkpoint(
     path: str | Path,
-    module: nn.Module,
+    module: PreTrainedModel,
     tokenizer: SavesPretrained | str | Path,
     trainer_state: dict[str, Any] | None = None,
     line_state: dict[str, Any] | None = None,
@@ -118,7 +120,9 @@ def verify_checkpoint(path: str | Path) -> None:
             raise _damaged(path, f"{MANIFEST} does not list {file.name}")
 
 
-def load_checkpoint(path: str | Path, module: nn.Module, trainer: Trainer | None = None) -> dict[str, Any]:
+def load_checkpoint(
+    path: str | Path, module: PreTrainedModel, trainer: Trainer | None = None
+) -> dict[str, Any]:
     """Put a checkpoint's weights into `module` and its state into `trainer`.
 
     Returns:

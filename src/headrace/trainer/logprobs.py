@@ -9,20 +9,23 @@ Invariants
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from headrace import kernels
 from headrace.trainer.attention import packed_attention
 from headrace.trainer.packing import MicroBatch
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 SLICE_ROWS = 64
 """Rows of logits handled at a time, so that temporaries stay in the cache."""
 
 
-def packed_logprobs(module: nn.Module, batch: MicroBatch) -> Tensor:
+def packed_logprobs(module: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """[T], the module's log-prob of each sampled token of `batch`, differentiable."""
     inputs: dict[str, Any] = {
         "input_ids": batch.input_ids,
@@ -58,7 +61,10 @@ def selected_logprobs(
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     temperatures = temperatures.to(dtype).to(logits.device)
-    return _SelectedLogprobs.apply(logits, rows, targets, temperatures, reusable)
+    selected: Tensor = _SelectedLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits, rows, targets, temperatures, reusable
+    )
+    return selected
 
 
 class _SelectedLogprobs(torch.autograd.Function):

@@ -8,6 +8,7 @@ Invariants
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -43,11 +44,18 @@ def make_adamw(module: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    settings = {"lr": config.learning_rate, "betas": config.betas, "eps": config.eps}
+    make = partial(torch.optim.AdamW, groups, config.learning_rate, config.betas, config.eps)
     try:
-        return torch.optim.AdamW(groups, **settings, fused=True)
+        return make(fused=True)
     except RuntimeError:  # no fused kernel for this device
-        return torch.optim.AdamW(groups, **settings)
+        return make()
+
+
+def adopt_settings(optimizer: torch.optim.AdamW, config: TrainerConfig) -> None:
+    """Give an AdamW of `make_adamw` the betas, ε and weight decay of other settings; moments stay."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = config.betas, config.eps
+        group["weight_decay"] = config.weight_decay if group["params"][0].ndim >= 2 else 0.0
 
 
 def export_moments(optimizer: torch.optim.AdamW, module: nn.Module) -> dict[str, Tensor]:
@@ -66,7 +74,7 @@ def import_moments(optimizer: torch.optim.AdamW, module: nn.Module, moments: dic
     Raises:
         UserError: a moment belongs to no parameter, has another shape, or is missing; nothing was changed.
     """
-    state: dict[nn.Parameter, dict[str, Tensor]] = {}
+    state: dict[Tensor, dict[str, Tensor]] = {}
     left = set(moments)
     for name, parameter in module.named_parameters():
         keys = {moment: f"{name}.{moment}" for moment in MOMENTS}

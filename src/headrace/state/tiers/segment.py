@@ -23,8 +23,8 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
+from headrace import locks
 from headrace.files import TEMPORARY_PREFIX
-from headrace.state.tiers import locks
 
 PREFIX = "headrace-kv-"
 _MAGIC = b"HRKVSHM1"

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace import locks
 from headrace.kernels.copying import Loading, store
 from headrace.kernels.fingerprint import digest_of_sums
 from headrace.state.eviction import EvictionPolicy, Kind, LeastRecentlyUsed
-from headrace.state.tiers import locks
 from headrace.state.tiers.base import (
     HOST,
     BlockKey,

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from headrace import locks
 from headrace.files import TEMPORARY_PREFIX
 from headrace.state.eviction import BlockFacts, EvictionPolicy, Kind, finite
-from headrace.state.tiers import locks
 from headrace.state.tiers.base import Counters, FlatBlock
 from headrace.state.tiers.extent import pack_header, runs
 

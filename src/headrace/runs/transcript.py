@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ModelError
-from headrace.line.history import Attempt, History
-from headrace.line.run_folder import TRAJECTORIES, RunFolder
+from headrace.runs import events as happened
+from headrace.runs.folder import RunFolder
+from headrace.runs.history import History
 from headrace.types import TrajectoryId
 
 
@@ -48,48 +49,63 @@ class Passage:
 
 
 def transcript(history: History, folder: RunFolder) -> list[Passage]:
-    """The kept attempt as text, in order. The policy's tokens are decoded with the run's own tokenizer.
+    """The kept attempt as text, in order.
 
-    Without a tokenizer the text is that of `trajectories.jsonl`, and the token ids where that has none.
+    A turn that has ended stands in the journal as text. One that has not is decoded with the run's own tokenizer, or
+    shown as token ids where that is not here.
     """
     assert history.keep is not None
-    attempt = history.attempts[history.keep]
+    attempt = next(one for one in history.of_group(history.keep.group) if one.id == history.keep)
     passages = [Passage("task", task_text(history.groups[attempt.id.group].task))]
-    if attempt.opening is not None:
-        passages += _reply_passages(attempt.opening, turn=False)
-    for turn, text in zip(attempt.conversation, _turn_texts(attempt, folder), strict=True):
-        end = turn.finish_reason or "not ended yet"
-        passages.append(Passage("policy", f"{text}\n({len(turn.ids)} tokens, {end})"))
-        if turn.reply is not None:
-            passages += _reply_passages(turn.reply, turn=True)
+    ids: list[int] = []
+    finish = "not ended yet"
+    turns = 0
+    for event in history.kept:
+        match event:
+            case happened.TokensDrawn():
+                drawn, finished = _drawn(event, history.keep)
+                ids += drawn
+                finish = finished or finish
+            case happened.TurnEnded():
+                passages.append(Passage("policy", f"{event.text}\n({len(ids)} tokens, {finish})"))
+                ids, finish, turns = [], "not ended yet", turns + 1
+            case happened.WorldAnswered():
+                passages += _reply_passages(event, turn=turns > 0)
+    if ids:
+        passages.append(Passage("policy", f"{_unfinished(ids, folder)}\n({len(ids)} tokens, {finish})"))
     if attempt.reward is not None and attempt.turns > 1:
         passages.append(Passage("reward", f"{attempt.reward:.6g} in all"))
-    elif attempt.error is not None and (not passages or passages[-1].who != "error"):
+    elif attempt.error is not None and passages[-1].who != "error":
         passages.append(Passage("error", attempt.error))
     return passages
 
 
-def _reply_passages(reply: dict[str, Any], turn: bool) -> list[Passage]:
-    if reply.get("error") is not None:
-        return [Passage("error", reply["error"])]
-    passages = [Passage("reward", f"{reply['reward']:.6g}")] if turn else []
-    observation = reply.get("observation") or {}
+def _drawn(event: happened.TokensDrawn, key: TrajectoryId) -> tuple[list[int], str | None]:
+    """What a Decode unit drew for one attempt, and how its turn ended in it."""
+    ids, _ = event.unpack()
+    at, found, finish = 0, [], None
+    for row in event.rows:
+        if row.id == key:
+            found, finish = list(ids[at : at + row.drawn]), row.finish
+        at += row.drawn
+    return found, finish
+
+
+def _unfinished(ids: list[int], folder: RunFolder) -> str:
+    decode = _decoder(folder)
+    return f"(the run's tokenizer is not here) {ids}" if decode is None else decode(ids)
+
+
+def _reply_passages(reply: happened.WorldAnswered, turn: bool) -> list[Passage]:
+    if reply.error is not None:
+        return [Passage("error", reply.error)]
+    passages = [Passage("reward", f"{reply.reward:.6g}")] if turn else []
+    observation = reply.observation or {}
     messages = observation.get("messages") or []
     tools = [tool.get("function", tool).get("name", "?") for tool in observation.get("tools") or []]
     if tools:
         passages.append(Passage("world", f"tools: {', '.join(tools)}"))
     return passages + [Passage("world", message_text(message)) for message in messages]
-
-
-def _turn_texts(attempt: Attempt, folder: RunFolder) -> list[str]:
-    decode = _decoder(folder)
-    if decode is not None:
-        return [decode(list(turn.ids)) for turn in attempt.conversation]
-    recorded = _recorded_completion(folder, attempt.id)
-    if recorded is not None and attempt.conversation:
-        later = ["(its text is above: the run's tokenizer is not here)"] * (len(attempt.conversation) - 1)
-        return [recorded, *later]
-    return [f"(the run's tokenizer is not here) {list(turn.ids)}" for turn in attempt.conversation]
 
 
 def _decoder(folder: RunFolder) -> Callable[[list[int]], str] | None:
@@ -107,19 +123,4 @@ def _decoder(folder: RunFolder) -> Callable[[list[int]], str] | None:
             except ModelError:
                 continue
             return lambda ids: decode_completion(tokenizer, ids)
-    return None
-
-
-def _recorded_completion(folder: RunFolder, key: TrajectoryId) -> str | None:
-    path = folder.path / TRAJECTORIES
-    if not path.exists():
-        return None
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            try:
-                data = json.loads(line)
-                if (data["group"], data["sample"], data["attempt"]) == key:
-                    return str(data["completion"])
-            except (ValueError, KeyError):
-                continue
     return None

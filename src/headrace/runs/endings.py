@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import numbers
 
-from headrace.line.history import History
-from headrace.line.observer import Evaluation
-from headrace.line.reading import UnreadableRun, reading
-from headrace.line.run_folder import GENERATED, RunFolder
+from headrace.runs.events import CheckpointWritten
+from headrace.runs.folder import GENERATED, RunFolder
+from headrace.runs.history import History
+from headrace.runs.reading import UnreadableRun, reading
+from headrace.runs.results import Evaluation
 
 _CLOCK_SLACK_S = 0.1  # a file's time comes from a coarser clock than an event's
 
@@ -82,9 +83,10 @@ def _complete(folder: RunFolder) -> bool:
 def _ending(folder: RunFolder, history: History) -> str:
     if _stopped_by_numbers(folder, history):
         return "failed"
-    if not history.tail or history.tail[-1].kind != "checkpoint":
+    last = history.tail[-1] if history.tail else None
+    if not isinstance(last, CheckpointWritten):
         return "killed"
-    step = history.tail[-1].body["step"]
+    step = last.step
     if folder.latest_checkpoint() != step:  # it was announced, and never became whole
         return "killed"
     kind = history.tail[-2].kind if len(history.tail) > 1 else None

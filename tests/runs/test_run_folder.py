@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import signal
@@ -19,9 +18,12 @@ import pytest
 from headrace.config import Config
 from headrace.errors import RunError, UserError
 from headrace.files import atomic_folder
-from headrace.line.reading import is_running
-from headrace.line.run_folder import LOCK_WAIT_S, RunFolder
-from headrace.types import Group, Trajectory, TrajectoryId
+from headrace.locks import try_lock, unlock
+from headrace.runs.folder import LOCK_WAIT_S, RunFolder
+from headrace.runs.reading import is_running
+from headrace.runs.state import Attempt, Settled
+from headrace.schedule import Bucket
+from headrace.types import Trajectory, TrajectoryId
 
 
 @pytest.fixture
@@ -57,14 +59,15 @@ def trajectory(group: int, sample: int, reward: float | None = 1.0, logprob: flo
     return result
 
 
-def group(group_id: int = 0, task: dict[str, Any] | None = None) -> Group:
-    samples = [
-        trajectory(group_id, 0),
-        None,
-        trajectory(group_id, 2, reward=None),
-        trajectory(group_id, 3, 0.0),
+def consumed(
+    step: int, group: int, task: dict[str, Any] | None = None, advantage: float | None = None
+) -> list[Settled]:
+    """Two samples of a group that a step has trained."""
+    samples = [(trajectory(group, 0), None), (trajectory(group, 3, 0.0), advantage)]
+    return [
+        Settled(Attempt(one.id, one), Bucket.TRAINED, task or {"prompt": "3 + 4?"}, step, its_advantage)
+        for one, its_advantage in samples
     ]
-    return Group(group_id, task or {"prompt": "3 + 4?"}, [1, 2], admitted_version=4, samples=samples)
 
 
 def scalars(folder: RunFolder) -> dict[str, list[tuple[int, float]]]:
@@ -149,11 +152,11 @@ def test_looking_at_a_run_does_not_keep_it_from_starting(folder: RunFolder) -> N
             thread.join()
 
 
-def test_a_run_that_is_being_looked_at_is_waited_for(folder: RunFolder) -> None:
+def test_a_lock_that_is_about_to_end_is_waited_for(folder: RunFolder) -> None:
     folder.close()
     with (folder.path / ".lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        release = threading.Timer(LOCK_WAIT_S / 6, lambda: fcntl.flock(lock, fcntl.LOCK_UN))
+        assert try_lock(lock.fileno(), 0, exclusive=False)
+        release = threading.Timer(LOCK_WAIT_S / 6, unlock, (lock.fileno(), 0))
         release.start()
         RunFolder.open(folder.path).close()
         release.join()
@@ -162,7 +165,7 @@ def test_a_run_that_is_being_looked_at_is_waited_for(folder: RunFolder) -> None:
 def test_a_dead_run_releases_its_folder(folder: RunFolder) -> None:
     folder.close()
     code = (
-        "import os, signal, sys, headrace.line.run_folder as room\n"
+        "import os, signal, sys, headrace.runs.folder as room\n"
         "folder = room.RunFolder.open(sys.argv[1])\n"
         "(folder.path / 'held').touch()\n"
         "sys.stdin.read()\n"
@@ -216,8 +219,8 @@ def test_a_full_disk_is_one_clear_line(folder: RunFolder) -> None:
 
 def test_trajectories_are_readable(folder: RunFolder) -> None:
     task = {"prompt": "3 + 4?", "answer": np.int64(7), "weird": {1: object, "nan": math.nan}, "t": (1, 2)}
-    folder.append_trajectories(3, [group(8, task)], advantages={TrajectoryId(8, 3, 0): -1.0})
-    folder.append_trajectories(4, iter([group(9)]))
+    folder.append_trajectories(3, consumed(3, 8, task, advantage=-1.0))
+    folder.append_trajectories(4, iter(consumed(4, 9)))
     first, second, third, _ = lines(folder.path / "trajectories.jsonl")
     weird = {"1": "<class 'object'>", "nan": None}
     expected = {
@@ -252,7 +255,7 @@ def test_offenders_are_saved_with_the_reason(folder: RunFolder) -> None:
 def test_rewind_forgets_later_steps(folder: RunFolder) -> None:
     for step in (1, 2, 3, 4):
         folder.append_metrics({"step": step, "reward_mean": step, "tokens_generated_total": 100 * step})
-        folder.append_trajectories(step, [group(step)])
+        folder.append_trajectories(step, consumed(step, step))
     folder.close()
     with RunFolder.open(folder.path) as again:
         assert again.rewind(2) == {"metrics.jsonl": 2, "trajectories.jsonl": 2}

@@ -20,7 +20,6 @@ Invariants
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
@@ -28,7 +27,6 @@ import mmap
 import numbers
 import os
 import re
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -46,8 +44,10 @@ from headrace.files import (
     remove_temporaries,
     write_atomic,
 )
-from headrace.line.observer import EvaluatedTask, Evaluation
-from headrace.types import Group, Trajectory, TrajectoryId
+from headrace.locks import lock_file
+from headrace.runs.results import EvaluatedTask, Evaluation
+from headrace.runs.state import Settled
+from headrace.types import Trajectory
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -63,9 +63,7 @@ JOURNAL = "journal.sqlite"
 LOCK = ".lock"
 
 LOCK_WAIT_S = 0.3
-"""How long a lock that is taken is waited for: whoever looks whether a run goes on holds it for an instant."""
-
-_LOCK_POLL_S = 0.005
+"""How long a lock that is taken is waited for: a process that is ending holds it for an instant more."""
 
 _CHECKPOINT_NAME = re.compile(r"step-(0|[1-9]\d*)")
 
@@ -219,22 +217,16 @@ class RunFolder:
                     writer.add_scalar(name, float(value), step)
             writer.flush()
 
-    def append_trajectories(
-        self, step: int, groups: Iterable[Group], advantages: Mapping[TrajectoryId, float] | None = None
-    ) -> None:
-        """Append the valid trajectories of the groups that `step` consumed to `trajectories.jsonl`.
+    def append_trajectories(self, step: int, consumed: Iterable[Settled]) -> None:
+        """Append the trajectories that `step` consumed to `trajectories.jsonl`.
 
-        Each line holds step, group, sample, attempt, task, completion, reward, advantage (where one is
-        given), finish_reason, temperature, and per token: token_ids, sampled (0 or 1), logprobs, versions.
+        Each line holds step, group, sample, attempt, task, completion, reward, advantage, finish_reason, temperature,
+        and per token: token_ids, sampled (0 or 1), logprobs, versions.
 
         Raises:
             RunError: the disk refused.
         """
-        lines = (
-            _trajectory_line(step, group.task, trajectory, (advantages or {}).get(trajectory.id))
-            for group in groups
-            for trajectory in group.trajectories
-        )
+        lines = (_trajectory_line(step, one.task, one.attempt.trajectory, one.advantage) for one in consumed)
         self._append(TRAJECTORIES, lines)
 
     def metrics(self) -> list[dict[str, Any]]:
@@ -315,7 +307,7 @@ class RunFolder:
             data = json.loads(path.read_text(encoding="utf-8"))
             reward = float("nan") if data["reward"] is None else data["reward"]
             tasks = [EvaluatedTask(**task) for task in data["tasks"]]
-            return Evaluation(data["step"], reward, tasks, data["failed"])
+            return Evaluation(data["step"], reward, tasks, data["failed"], data.get("skipped", 0))
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("%s is not readable and is ignored: %s", path, error)
             return None
@@ -406,22 +398,12 @@ def _lock(folder: Path) -> int:
         UserError: another process holds it, and still does after `LOCK_WAIT_S`.
         OSError: the lock's file cannot be opened.
     """
-    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    deadline = time.monotonic() + LOCK_WAIT_S
     try:
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return descriptor
-            except BlockingIOError:
-                if time.monotonic() >= deadline:
-                    raise UserError(
-                        f"another run is writing to {folder}: wait for it or stop it, or pick another --run-dir"
-                    ) from None
-            time.sleep(_LOCK_POLL_S)
-    except BaseException:
-        os.close(descriptor)
-        raise
+        return lock_file(folder / LOCK, timeout_s=LOCK_WAIT_S)
+    except TimeoutError:
+        raise UserError(
+            f"another run is writing to {folder}: wait for it or stop it, or pick another --run-dir"
+        ) from None
 
 
 def _weights_in(folder: Path) -> dict[str, Any]:

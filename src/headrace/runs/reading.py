@@ -8,17 +8,17 @@ Invariants
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from headrace.errors import RunError, UserError
-from headrace.line.history import TAIL_EVENTS, History, StepHistory
-from headrace.line.run_folder import JOURNAL, LOCK, METRICS, RunFolder
+from headrace.locks import file_is_locked
+from headrace.runs.events import decode
+from headrace.runs.folder import JOURNAL, LOCK, METRICS, RunFolder
+from headrace.runs.history import TAIL_EVENTS, History, StepHistory
 from headrace.schedule import Bucket
-from headrace.state.journal import Event, Journal, JournalDamaged
+from headrace.state.journal import Journal, JournalDamaged, Stored
 from headrace.types import TrajectoryId
 
 LIGHT_KINDS = ("start", "step", "checkpoint", "stop", "lost", "base")
@@ -62,21 +62,21 @@ def read_history(folder: RunFolder, keep: TrajectoryId | None = None, *, light: 
 
     Args:
         folder: the run, opened to read only.
-        keep: the attempt whose tokens and replies to keep.
+        keep: the attempt whose turns and answers to keep.
         light: only an overview, without groups and attempts; all of the journal is checked even so.
 
     Raises:
         UnreadableRun: something in the folder cannot be read, or is not as a run writes it.
     """
-    history = History(keep)
+    history = History(keep, light=light)
     # Asked first: of a run that ends meanwhile it is right to say that it ran.
     history.running = is_running(folder.path)
-    _read_journal(folder, history, light)
+    _read_journal(folder, history)
     with reading(folder, METRICS):
         lines = folder.metrics()
     for metrics in lines:
         step = metrics["step"]
-        history.steps.setdefault(step, StepHistory(step, None, (), None, None, metrics))
+        history.steps.setdefault(step, StepHistory(step, None, None, None, metrics))
     history.steps = dict(sorted(history.steps.items()))
     for step, one in history.steps.items():
         name = METRICS if one.at is None else JOURNAL
@@ -89,7 +89,7 @@ def read_history(folder: RunFolder, keep: TrajectoryId | None = None, *, light: 
     return history
 
 
-def _read_journal(folder: RunFolder, history: History, light: bool) -> None:
+def _read_journal(folder: RunFolder, history: History) -> None:
     path = folder.journal_path
     with reading(folder, path.name):
         if not path.exists():
@@ -98,13 +98,15 @@ def _read_journal(folder: RunFolder, history: History, light: bool) -> None:
     try:
         journal = Journal.open(path, read_only=True)
         try:
-            for event in journal.read(kinds=LIGHT_KINDS if light else None):
-                _add(folder, history, event)
-            if light:
-                history.events, history.accounted = journal.last_seq, None
-                history.tail.extend(journal.read(max(0, history.events - TAIL_EVENTS)))
-                if history.tail:
-                    history.last = (history.tail[-1].kind, history.tail[-1].at)
+            for stored in journal.read(kinds=LIGHT_KINDS if history.light else None):
+                _add(folder, history, stored)
+            if history.light:
+                history.records = journal.last_seq
+                history.tail.clear()
+                for stored in journal.read(max(0, history.records - TAIL_EVENTS)):
+                    events = list(decode(stored.body))
+                    history.tail.extend(events)
+                    history.last = (events[-1].kind, stored.at)
         finally:
             journal.close()
     except JournalDamaged as error:
@@ -114,27 +116,27 @@ def _read_journal(folder: RunFolder, history: History, light: bool) -> None:
         raise UnreadableRun(folder.path, f"{path.name} cannot be read", detail) from error
 
 
-def _add(folder: RunFolder, history: History, event: Event) -> None:
+def _add(folder: RunFolder, history: History, stored: Stored) -> None:
+    kinds = LIGHT_KINDS if history.light else None
+    payload = stored.payload if history.keep is not None else None
     try:
-        history.add(event)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        history.add(stored.seq, stored.at, decode(stored.body, payload, kinds))
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        RuntimeError,
+        AssertionError,
+    ) as error:
         raise UnreadableRun(
             folder.path,
-            f"event {event.seq} ({event.kind}) of {JOURNAL} is not as this version of headrace writes it",
+            f"record {stored.seq} ({stored.kind}) of {JOURNAL} is not as this version of headrace writes it",
             repr(error),
         ) from error
 
 
 def is_running(run_dir: Path) -> bool:
-    """Whether some process holds the run's lock. It is held for an instant to ask, which `RunFolder` waits out."""
-    try:
-        descriptor = os.open(run_dir / LOCK, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
+    """Whether some process holds the run's lock."""
+    return file_is_locked(run_dir / LOCK)
