@@ -25,7 +25,7 @@ def interval(values: Sequence[float]) -> tuple[float, float, float]:
     ordered, n = sorted(values), len(values)
 
     def confidence(k: int) -> float:
-        return 1 - 2 * sum(comb(n, i) for i in range(k)) / 2**n
+        return 1.0 - sum(comb(n, i) for i in range(k)) / float(2 ** (n - 1))
 
     k = max([k for k in range(1, n // 2 + 1) if confidence(k) >= CONFIDENCE], default=1)
     return ordered[k - 1], ordered[n - k], confidence(k)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from run_cases import (
     commit,
     earlier_format,
     folded,
+    frames,
     one,
     rebased,
     record,
@@ -32,11 +34,13 @@ from run_cases import (
 from headrace.config import Config
 from headrace.line import replay as replaying
 from headrace.line.retake import RetakenStep
+from headrace.runs import events
+from headrace.runs import transcript as transcripts
 from headrace.runs.events import TokensLost
 from headrace.runs.folder import RunFolder
 from headrace.runs.history import History
-from headrace.runs.reading import read_history
-from headrace.runs.state import Status
+from headrace.runs.reading import LIGHT_KINDS, read_history
+from headrace.runs.state import RunState, Status
 from headrace.schedule import Bucket
 from headrace.state.journal import Journal
 from headrace.types import TrajectoryId
@@ -191,6 +195,22 @@ def test_conversations_earn_in_every_turn_and_end_at_a_limit(tmp_path: Path, lim
     assert places == sorted(places)
 
 
+def test_what_has_ended_is_shown_without_a_tokenizer(
+    tmp_path: Path, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its text stands in the journal: nothing is looked for, and no library is loaded."""
+
+    def asked(folder: RunFolder) -> None:
+        raise AssertionError("a tokenizer is looked for")
+
+    monkeypatch.setattr(transcripts, "_decoder", asked)
+    config = settings()
+    path = write(tmp_path / "run", config, conversation(config))
+    called = call("runs", "trajectories", path, "--show", "0.0.0")
+    assert called.code == 0, called.err
+    assert called.out.count("[policy]") == 2
+
+
 def test_a_journal_that_goes_on_from_a_checkpoint(tmp_path: Path, call: Call) -> None:
     """A journal that goes on from a checkpoint knows what the checkpoint knew, and what came later."""
     before = folded([start(settings()), step(1, 0), step(2, 1), admit(2), tokens(2, ("2.0.0", "a", None))])
@@ -201,6 +221,28 @@ def test_a_journal_that_goes_on_from_a_checkpoint(tmp_path: Path, call: Call) ->
     attempt = history.attempts[TrajectoryId(2, 0, 0)]
     assert (attempt.step, attempt.tokens) == (3, 3)
     assert "what is 2 + 2?" in call("runs", "trajectories", path, "--show", "2.0.0").out
+
+
+def test_what_was_said_before_the_checkpoint_is_shown_from_it(tmp_path: Path, call: Call) -> None:
+    """A journal that was begun anew after damage knows earlier groups as the checkpoint holds them."""
+    before = [
+        start(settings()),
+        step(1, 0),
+        admit(1),
+        tokens(1, ("1.0.0", "abc", "stop"), ("1.1.0", "d", None)),
+        world("1.0.0", 1.0),
+    ]
+    later = [start(settings()), tokens(1, ("1.1.0", "e", "stop")), world("1.1.0", 0.0), step(2, 1)]
+    path = write(tmp_path / "run", settings(), [rebased(folded(before)), *later])
+    history = history_of(path)
+    attempts = {str(one.id): (one.step, one.reward, one.tokens) for one in history.attempts.values()}
+    assert attempts == {"1.0.0": (2, 1.0, 3), "1.1.0": (2, 0.0, 2)}
+    assert history.accounted == folded(before).ledger.generated + 1
+    called = call("runs", "trajectories", path, "--show", "1.0.0")
+    assert "[task]\nwhat is 1 + 1?" in called.out
+    assert "[policy]\nabc\n(3 tokens in 1 turns, before this journal begins)" in called.out
+    called = call("runs", "trajectories", path, "--show", "1.1.0")
+    assert "[policy]\nde\n(2 tokens, stop)" in called.out
 
 
 def test_steps_that_only_the_metrics_know(tmp_path: Path, call: Call) -> None:
@@ -463,10 +505,71 @@ def test_steps_of_other_kernels_are_not_checkable(run: Path, call: Call, replays
     assert "1 steps equal, 1 not checkable here" in called.out
 
 
-def test_a_journal_of_an_earlier_version_is_refused_in_one_line(run: Path, call: Call) -> None:
-    earlier_format(run / "journal.sqlite")
-    refused(call("runs", "show", run), "is a journal of an earlier version of headrace (format 1")
-    assert "it cannot be read" in call("runs", "list").out
+def test_a_run_of_an_earlier_version_is_told_in_one_line(run: Path, call: Call) -> None:
+    old = write(run.parent / "old", settings(), TWO_GROUPS)
+    earlier_format(old / "journal.sqlite")
+    called = call("runs", "list", run.parent)
+    assert called.code == 0, called.err
+    rows = {line.split()[1]: line for line in called.out.splitlines() if line.startswith("│")}
+    assert "of an earlier version" in rows["old"]
+    assert "1/3" in rows["one"]
+    for arguments in (["runs", "show"], ["runs", "trajectories"], ["state"]):
+        refused(call(*arguments, old), "earlier version of headrace", "format 1", "begin a new one")
+
+
+# What reading costs
+
+
+def opcodes(function: Callable[[], Any]) -> int:
+    """How many instructions of Python a call takes."""
+    count = 0
+
+    def trace(frame: Any, event: str, argument: Any) -> Any:
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def test_a_groups_attempts_are_found_without_looking_at_the_others() -> None:
+    """So all of them together take time in proportion to their number."""
+
+    def of(groups: int) -> History:
+        config = settings(line={"steps": groups})
+        history, state = History(), RunState()
+        for seq, frame in enumerate(frames([start(config), *(step(n + 1, n) for n in range(groups))], state)):
+            assert isinstance(frame, list)
+            history.add(seq + 1, 0.0, frame)
+        assert len(history.groups) == groups
+        return history
+
+    few, many = of(20), of(2_000)
+    assert len(many.of_group(1_234)) == 2
+    cost = opcodes(lambda: few.of_group(12))
+    assert opcodes(lambda: many.of_group(1_234)) == cost
+    assert opcodes(lambda: many.attempts) < 110 * opcodes(lambda: few.attempts)
+
+
+def test_an_overview_makes_no_events_of_other_kinds(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = history_of(run)
+    decoders = dict(events._DECODERS)
+
+    def refuse(row: list[Any]) -> Any:
+        raise AssertionError(f"a {row[0]} is made")
+
+    refusing = {kind: decoders[kind] if kind in LIGHT_KINDS else refuse for kind in decoders}
+    monkeypatch.setattr(events, "_DECODERS", refusing)
+    light = history_of(run, light=True)
+    assert (light.steps, light.starts, light.records) == (whole.steps, whole.starts, whole.records)
+    assert (light.last, light.tail) == (whole.last, whole.tail)
+    assert not light.groups
 
 
 def test_the_commands_agree_with_a_real_run(trained: tuple[Path, Any], call: Call) -> None:

@@ -255,12 +255,16 @@ class TestSmolLM2:
         ids = [*ids, *smollm2(text).input_ids, *ids]
         assert streamed(smollm2, ids)[0] == decode_completion(smollm2, ids)
 
-    @pytest.mark.parametrize("name", sorted(DIALECTS))
-    @settings(max_examples=25, deadline=None)  # the first example of a dialect builds its tokenizer
+    @pytest.fixture(scope="class", params=sorted(DIALECTS))
+    def dialect(self, request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
+        return templates.tokenizer(request.param)
+
+    @settings(max_examples=25, deadline=None)
     @given(data=st.data())
-    def test_streamed_dialects_are_the_whole_text(self, name: str, data: st.DataObject) -> None:
+    def test_streamed_dialects_are_the_whole_text(
+        self, dialect: PreTrainedTokenizerBase, data: st.DataObject
+    ) -> None:
         """Special tokens and added ones between characters and within them."""
-        dialect = templates.tokenizer(name)
         marks = st.sampled_from(sorted({*dialect.added_tokens_decoder, *dialect.all_special_ids}))
         words = CHARACTERS.map(lambda text: dialect(text, add_special_tokens=False).input_ids)
         single = (marks | st.integers(0, len(dialect) - 1)).map(lambda token_id: [token_id])

@@ -212,6 +212,7 @@ def _listed(path: Path) -> tuple[str, ...]:
     """A run's row, without its name. Of a run that cannot be read it says what is wrong, and `show` says more."""
     from headrace.runs.endings import held_out, state_of
     from headrace.runs.reading import UnreadableRun, read_history
+    from headrace.state.journal_file import OtherFormat
 
     try:
         folder = open_run(path)
@@ -226,6 +227,8 @@ def _listed(path: Path) -> tuple[str, ...]:
         why = "its settings cannot be read"
     except UnreadableRun as error:
         why = error.reason
+    except OtherFormat:
+        why = "of an earlier version"
     except (HeadraceError, OSError):
         why = "it cannot be read"
     return "", "", "", why, ""
@@ -268,12 +271,12 @@ def _show_one(console: Console, folder: RunFolder, name: str) -> None:
         raise UserError(f"--show {name}: write group.sample.attempt, for example 12.0.0")
     key = TrajectoryId(*map(int, name.split(".")))
     history = read_history(folder, keep=key)
-    if key not in history.attempts:
-        there = history.of_group(key.group)
-        hint = ", ".join(str(attempt.id) for attempt in there) or f"groups {span(list(history.groups))}"
+    there = history.of_group(key.group)
+    attempt = next((one for one in there if one.id == key), None)
+    if attempt is None:
+        hint = ", ".join(str(one.id) for one in there) or f"groups {span(list(history.groups))}"
         raise UserError(f"--show {name}: {shown(folder.path)} has no such trajectory; it has {hint}")
     _say_damage(console, folder, history)
-    attempt = history.attempts[key]
     reward = "" if attempt.reward is None else f", reward {attempt.reward:.6g}"
     step = "" if attempt.step is None else f", consumed by step {attempt.step}"
     went = "" if attempt.bucket is None else f", {attempt.bucket}"

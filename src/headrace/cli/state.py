@@ -129,7 +129,7 @@ def _queue(history: History) -> list[str]:
     outstanding = [group for group in history.groups.values() if group.outstanding]
     flying = list(history.attempts_in_flight)
     count = {status: sum(attempt.status is status for attempt in flying) for status in Status}
-    deadlines = [group.deadline for group in outstanding if group.deadline is not None]
+    deadlines = [group.deadline for group in outstanding]
     due = f", the first due at version {min(deadlines)}" if deadlines else ""
     return [
         f"{len(outstanding)} groups outstanding{due}",

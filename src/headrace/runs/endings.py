@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import numbers
 
-from headrace.runs.events import CheckpointWritten
 from headrace.runs.folder import GENERATED, RunFolder
 from headrace.runs.history import History
 from headrace.runs.reading import UnreadableRun, reading
@@ -83,13 +82,13 @@ def _complete(folder: RunFolder) -> bool:
 def _ending(folder: RunFolder, history: History) -> str:
     if _stopped_by_numbers(folder, history):
         return "failed"
-    last = history.tail[-1] if history.tail else None
-    if not isinstance(last, CheckpointWritten):
+    *before, last = ["", "", *history.tail]
+    step = history.checkpoint
+    if last != "checkpoint" or step is None:
         return "killed"
-    step = last.step
     if folder.latest_checkpoint() != step:  # it was announced, and never became whole
         return "killed"
-    kind = history.tail[-2].kind if len(history.tail) > 1 else None
+    kind = before[-1]
     if kind == "stop":
         return "stopped"
     line = (history.config or folder.config).line
@@ -97,8 +96,9 @@ def _ending(folder: RunFolder, history: History) -> str:
         measured = not folder.config.eval.tasks or held_out(folder, "after") is not None
         return "stopped" if folder.final_path.is_dir() and measured else "killed"
     periodic = kind == "step" and line.checkpoint_every and step % line.checkpoint_every == 0
-    # After `base` a resume had only begun.
-    return "killed" if periodic or kind == "base" else "failed"
+    # After `base`, alone or with its `start`, a resume had only begun.
+    resuming = kind == "base" or before[-2:] == ["base", "start"]
+    return "killed" if periodic or resuming else "failed"
 
 
 def _stopped_by_numbers(folder: RunFolder, history: History) -> bool:

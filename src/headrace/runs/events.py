@@ -421,6 +421,15 @@ def decode(
             yield event
 
 
+def kinds_of(body: str | bytes) -> list[str]:
+    """The kinds of a frame's events, in their order; no event is made.
+
+    Raises:
+        ValueError, KeyError, TypeError, IndexError: it is not a frame.
+    """
+    return [EVENTS[row[0]].kind for row in json.loads(body)]
+
+
 def _little(values: array[Any]) -> bytes:
     if sys.byteorder == "big":
         values.byteswap()

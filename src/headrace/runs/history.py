@@ -2,7 +2,7 @@
 
 Invariants
 * It holds no rule: how an attempt ended, where its tokens went and what a step consumed is what `RunState.apply` says.
-* Folding a history loads no torch, no tokenizer and none of the tokens, unless there is an attempt to keep.
+* Folding a history loads no torch, no tokenizer and no tokens but those of the attempt that it was asked to keep.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from headrace.state.journal import JournalDamaged
 from headrace.types import TrajectoryId
 
 TAIL_EVENTS = 3
-"""The last events that are kept whole: they say how a run ended (`runs/endings.py`)."""
+"""The last events whose kinds are kept: they say how a run ended (`runs/endings.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,9 @@ class History:
         settings_from: the step from which each start's settings hold.
         lost: tokens that crashes took.
         records, last: how many records the journal has, and the last event's kind and time.
-        tail: the last events, whole.
-        kept: what happened to the attempt that was to be kept, in order.
+        tail: the kinds of the last events.
+        checkpoint: the step of the last checkpoint that was announced, None before the first.
+        kept: what happened to the attempt that was to be kept, in order; a `Rebased` stands for all before it.
         running: whether a process was writing to the run when it began to be read.
         damage: where the journal is damaged, if it is.
     """
@@ -125,7 +126,8 @@ class History:
         self.records = 0
         self.first_at: float | None = None
         self.last: tuple[str, float] | None = None
-        self.tail: deque[Event] = deque(maxlen=TAIL_EVENTS)
+        self.tail: deque[str] = deque(maxlen=TAIL_EVENTS)
+        self.checkpoint: int | None = None
         self.kept: list[Event] = []
         self.running = False
         self.damage: JournalDamaged | None = None
@@ -158,7 +160,7 @@ class History:
         self.first_at = at if self.first_at is None else self.first_at
         for event in events:
             self.last = (event.kind, at)
-            self.tail.append(event)
+            self.tail.append(event.kind)
             settled: list[Settled] = [] if self.light else self._state.apply(event)
             self._listen(event, settled, at)
         if not self.light:
@@ -185,10 +187,12 @@ class History:
                 self.steps[event.step] = StepHistory(
                     event.step, at, event.digest, event.weights_id, event.metrics
                 )
+            case happened.CheckpointWritten():
+                self.checkpoint = event.step
             case happened.TokensLost():
                 self.lost += event.tokens
             case happened.Rebased() if event.snapshot is not None and not self.light:
-                self._from_snapshot()
+                self._from_snapshot(event)
             case happened.TokensDrawn():
                 if self.keep is not None and any(row.id == self.keep for row in event.rows):
                     self.kept.append(event)
@@ -204,7 +208,7 @@ class History:
         except ConfigError:  # of another version of headrace
             self.config = None
 
-    def _from_snapshot(self) -> None:
+    def _from_snapshot(self, event: happened.Rebased) -> None:
         """The journal goes on from a checkpoint: its groups are known from there only."""
         admission = self._state.admission
         assert admission is not None
@@ -213,3 +217,5 @@ class History:
             self.groups.setdefault(
                 group.id, GroupHistory(group.id, group.task, group.admitted_version, deadline)
             )
+            if any(attempt is not None and attempt.id == self.keep for attempt in group.attempts):
+                self.kept = [event]

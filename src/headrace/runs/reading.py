@@ -14,7 +14,7 @@ from pathlib import Path
 
 from headrace.errors import RunError, UserError
 from headrace.locks import file_is_locked
-from headrace.runs.events import decode
+from headrace.runs.events import Event, TokensDrawn, decode, kinds_of
 from headrace.runs.folder import JOURNAL, LOCK, METRICS, RunFolder
 from headrace.runs.history import TAIL_EVENTS, History, StepHistory
 from headrace.schedule import Bucket
@@ -101,12 +101,7 @@ def _read_journal(folder: RunFolder, history: History) -> None:
             for stored in journal.read(kinds=LIGHT_KINDS if history.light else None):
                 _add(folder, history, stored)
             if history.light:
-                history.records = journal.last_seq
-                history.tail.clear()
-                for stored in journal.read(max(0, history.records - TAIL_EVENTS)):
-                    events = list(decode(stored.body))
-                    history.tail.extend(events)
-                    history.last = (events[-1].kind, stored.at)
+                _read_tail(folder, history, journal)
         finally:
             journal.close()
     except JournalDamaged as error:
@@ -116,11 +111,33 @@ def _read_journal(folder: RunFolder, history: History) -> None:
         raise UnreadableRun(folder.path, f"{path.name} cannot be read", detail) from error
 
 
+def _read_tail(folder: RunFolder, history: History, journal: Journal) -> None:
+    """Take the kinds of the last events."""
+    history.records = journal.last_seq
+    history.tail.clear()
+    for stored in journal.read(max(0, history.records - TAIL_EVENTS)):
+        with _decoding(folder, stored):
+            history.tail.extend(kinds_of(stored.body))
+            history.last = (history.tail[-1], stored.at)
+
+
 def _add(folder: RunFolder, history: History, stored: Stored) -> None:
-    kinds = LIGHT_KINDS if history.light else None
-    payload = stored.payload if history.keep is not None else None
+    with _decoding(folder, stored):
+        events = list(decode(stored.body, kinds=LIGHT_KINDS if history.light else None))
+        if history.keep is not None and _holds_tokens_of(history.keep, events):
+            events = list(decode(stored.body, stored.payload))
+        history.add(stored.seq, stored.at, events)
+
+
+def _holds_tokens_of(key: TrajectoryId, events: list[Event]) -> bool:
+    return any(isinstance(one, TokensDrawn) and any(row.id == key for row in one.rows) for one in events)
+
+
+@contextmanager
+def _decoding(folder: RunFolder, stored: Stored) -> Iterator[None]:
+    """Turn what a record raises that no run has written into an `UnreadableRun`."""
     try:
-        history.add(stored.seq, stored.at, decode(stored.body, payload, kinds))
+        yield
     except (
         KeyError,
         TypeError,

@@ -15,13 +15,12 @@ from headrace.errors import ModelError
 from headrace.runs import events as happened
 from headrace.runs.folder import RunFolder
 from headrace.runs.history import History
+from headrace.runs.state import RunState, Status
 from headrace.types import TrajectoryId
 
 
-def task_text(task: dict[str, Any] | None) -> str:
+def task_text(task: dict[str, Any]) -> str:
     """A task in words: its prompt, or all of it where it has none."""
-    if task is None:
-        return "(admitted before this journal begins)"
     prompt = task.get("prompt", task)
     if isinstance(prompt, str):
         return prompt
@@ -62,6 +61,15 @@ def transcript(history: History, folder: RunFolder) -> list[Passage]:
     turns = 0
     for event in history.kept:
         match event:
+            case happened.Rebased():
+                assert event.snapshot is not None
+                before = RunState.from_dict(event.snapshot).attempt(history.keep)
+                said, turns = before.trajectory, before.trajectory.turns
+                if before.status is Status.DECODING:
+                    ids = said.token_ids[said.turn_start :]
+                if turns:
+                    size = f"{before.sampled - len(ids)} tokens in {turns} turns, before this journal begins"
+                    passages.append(Passage("policy", f"{said.completion}\n({size})"))
             case happened.TokensDrawn():
                 drawn, finished = _drawn(event, history.keep)
                 ids += drawn

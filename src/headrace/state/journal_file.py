@@ -53,6 +53,10 @@ class JournalDamaged(RunError):
         self.seq, self.why = seq, why
 
 
+class OtherFormat(UserError):
+    """A journal of an earlier version of headrace: whole, and not for this one to read."""
+
+
 @contextmanager
 def explained(path: Path, seq: int) -> Iterator[None]:
     """Turn what SQLite raises into a refusal of the disk, or into damage at record `seq`."""
@@ -131,7 +135,7 @@ def check_format(path: Path, connection: sqlite3.Connection) -> None:
     if application != APPLICATION_ID:
         raise JournalDamaged(1, "it is not a journal")
     if 0 < version < FORMAT:
-        raise UserError(
+        raise OtherFormat(
             f"{path} is a journal of an earlier version of headrace (format {version}, and this one reads {FORMAT}): "
             "look at the run with the version that wrote it, or begin a new one with model.name = a checkpoint of it"
         )
