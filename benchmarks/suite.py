@@ -51,6 +51,7 @@ MODULES = (
     "two",
     "damage",
     "algorithms",
+    "history",
 )
 
 FALL = 0.1
