@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -33,6 +34,7 @@ from headrace.line.handle import Line
 from headrace.line.observer import Observer
 from headrace.line.retake import RetakenStep
 from headrace.runs.folder import RunFolder
+from headrace.runs.reading import read_history
 
 
 def row(called: Any, name: str) -> list[str]:
@@ -225,6 +227,7 @@ TWO_STEPS: Moves = [*STARTED, step(1, 0), admit(1), step(2, 1)]
         ),
         ([*TWO_STEPS, CHECKPOINT, CHECKPOINT], "failed"),
         ([*TWO_STEPS, rebased(), CHECKPOINT], "killed"),
+        ([*TWO_STEPS, rebased(), start(CONFIG), CHECKPOINT], "killed"),
     ],
 )
 def test_the_last_events_say_how_a_run_ended(tmp_path: Path, events: Moves, state: str, call: Call) -> None:
@@ -310,6 +313,28 @@ def test_where_a_part_of_the_journal_is_gone(tmp_path: Path, call: Call) -> None
     path = write(tmp_path / "run", settings(), events)
     (path / "tokens_generated").write_text(f"{sampled + 3 + 4:020d}\n")
     assert "4 tokens of the interrupted unit are lost" in call("state", path).out
+
+
+def test_a_run_that_went_on_after_damage_is_read(config: Path, call: Call) -> None:
+    """What stands before the damage is kept, and the rest comes from the checkpoint that the run went on from."""
+    Line.from_toml(config, ["eval.tasks=0", "line.checkpoint_every=1"], run_dir="runs/one").run()
+    run = Path("runs/one")
+    database = sqlite3.connect(run / "journal.sqlite")
+    (first,) = next(database.execute("SELECT seq FROM records WHERE kind LIKE '%step%' ORDER BY seq"))
+    database.execute("UPDATE records SET at = at + 1 WHERE seq > ?", (first,))
+    database.commit()
+    database.close()
+    settled = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(settled.replace("steps = 3", "steps = 4"))
+    Line.resume(run).run()
+    for arguments in (["runs", "show"], ["runs", "trajectories", "--step", 4], ["state"]):
+        called = call(*arguments, run)
+        assert called.code == 0, called.err
+    with RunFolder.open(run, read_only=True) as folder:
+        history = read_history(folder)
+    # Steps 2 and 3 are in the metrics alone.
+    assert [one.at is None for one in history.steps.values()] == [False, True, True, False]
+    assert {one.step for one in history.attempts.values()} == {1, 4}
 
 
 # What cannot be encoded

@@ -162,10 +162,14 @@ def give_up_contributions(record: Record, cell: str, incarnation: int) -> None:
             record.emit(happened.ContributionLost(one.number, "its cell is gone"))
 
 
-def rebase(record: Record, cell: LocalCell, resumed: Resumed, save: Callable[[], None], report: Any) -> None:
-    """Write a checkpoint at once where the journal no longer leads from the last one to here."""
+def rebase(record: Record, cell: LocalCell, resumed: Resumed, report: Callable[[str], None]) -> bool:
+    """Say where the journal no longer leads from the last checkpoint to here; a checkpoint must follow at once.
+
+    Returns:
+        Whether it is so.
+    """
     if resumed.whole and not resumed.changed:
-        return
+        return False
     report(
         f"from step {resumed.changed[0]} on the weights are other bits than before (other threads or libraries)"
         if resumed.changed
@@ -174,7 +178,7 @@ def rebase(record: Record, cell: LocalCell, resumed: Resumed, save: Callable[[],
     state = record.state
     snapshot = None if resumed.whole else state.to_dict()
     record.emit(happened.Rebased(state.version, cell.digest(), cell.policy.weights_id, snapshot))
-    save()
+    return True
 
 
 def refuse_changed(saved: dict[str, Any], config: Config) -> None:

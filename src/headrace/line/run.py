@@ -79,10 +79,13 @@ class Run:
                 self.record, self.config, self.cell, self.model.module, self.folder, self.account
             )
         fresh = state.admission is None
+        # In the frame of the start, and before it: who reads the journal knows from there which version starts.
+        rebased = not fresh and rebase(self.record, self.cell, resumed, self.observer.on_message)
         self._begin(resume)
         if not fresh:
             give_up_contributions(self.record, self.cell.name, self.cell.incarnation)
-            rebase(self.record, self.cell, resumed, self._save, self.observer.on_message)
+        if rebased:
+            self._save()
         self.cell.run(Publish(state.policy))
         result = LineResult(self.folder.path, self.account.metrics)
         if resume:
