@@ -15,6 +15,7 @@ from headrace.kernels import kernel_fingerprint
 from headrace.line.rollouts import Rollouts
 from headrace.measures import SampleFacts, facts_of
 from headrace.runs.state import GroupState, RunState
+from headrace.schedule import Bucket
 from headrace.schedule.units import CellView, Decode, Gradient, OptimizerStep, Score, StepSettings, Unit
 from headrace.types import Trajectory
 
@@ -107,8 +108,8 @@ class Loader:
             sample.id
             for contribution in state.contributions.values()
             for gradient in contribution.gradients
-            if gradient.micro_batches
             for sample in gradient.samples
+            if sample.bucket is Bucket.TRAINED
         }
         chosen: list[Trajectory] = []
         wanted = unit.tokens
