@@ -211,7 +211,7 @@ class ToyCell:
             self.shop.drawn += count
             if done:
                 del self.requests[key]
-        return Decoded(self.number, tuple(drawn), (), len(self.requests))
+        return Decoded(self.number, tuple(drawn), ())
 
 
 def toy_result(unit: Gradient) -> Any:

@@ -233,9 +233,7 @@ class LocalCell:
                 timed.append((engine.last_decoded, time.perf_counter() - started))
             for event in events:
                 drawn[event.request_id] = _with(drawn.get(event.request_id), event)
-        return Decoded(
-            self.policy.number, tuple(drawn.values()), tuple(timed), engine.num_unfinished, self.counters()
-        )
+        return Decoded(self.policy.number, tuple(drawn.values()), tuple(timed))
 
     def _gradient(self, unit: Gradient) -> GradientDone:
         trainer = self._trainer

@@ -53,7 +53,7 @@ class Counts:
                 for _, c in sorted(state.contributions.items())
             ],
             state.probe is not None,
-            state.statistics().mismatch.tokens,
+            sum(g.statistics.mismatch.tokens for c in state.contributions.values() for g in c.gradients),
             wanted,
             state.trainer.micro_batch_tokens,
             config.line.decode_steps,

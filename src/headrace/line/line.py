@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from headrace.environments import EnvironmentPool
 from headrace.errors import EnvironmentFailure, LineStuckError, NonFiniteError, RunError
-from headrace.line.account import Account
+from headrace.line.account import WAIT, Account
 from headrace.line.cell import Cell
 from headrace.line.counts import Counts
 from headrace.line.intake import Intake
@@ -54,9 +54,6 @@ PROMPT_ANSWER_S = 0.05
 
 REPLACED_LIMIT = 10
 """With `zero_advantage = "replace"`, at most this many times B groups are replaced in one step; further ones count."""
-
-WAIT = "wait"
-"""What a line is doing that has nothing to run until an environment answers."""
 
 
 class ProductionLine:

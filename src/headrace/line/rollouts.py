@@ -36,7 +36,6 @@ class Rollouts:
 
     Attributes:
         at_environment: attempts that were handed to their environment and have no answer yet.
-        failures: attempts that failed since this process took the run up.
     """
 
     def __init__(

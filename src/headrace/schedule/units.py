@@ -1,13 +1,13 @@
 """Units of work as data: what a cell is told to do, and what it answers.
 
 Invariants
-* A unit and its outcome fit in a message: plain data of at most `OUTCOME_BYTES`, and handles for what is larger.
+* A unit and its outcome fit in a message: plain data of at most 1 MB, and handles for what is larger.
 * An outcome names the assignment that it answers by (cell, incarnation, number).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
@@ -15,9 +15,6 @@ from headrace.types import Sampling, Trajectory, TrajectoryId
 
 POLICY = "policy"
 """The name of the model that is trained."""
-
-OUTCOME_BYTES = 1_000_000
-"""The largest outcome; what is larger travels behind a handle."""
 
 
 class PolicyVersion(NamedTuple):
@@ -181,15 +178,11 @@ class Decoded:
 
     Attributes:
         timed: (sequences, seconds) of each engine step that only decoded.
-        unfinished: requests that the cell still holds.
-        counters: the engine's totals since its start, by name.
     """
 
     version: int
     drawn: tuple[Drawn, ...]
     timed: tuple[tuple[int, float], ...]
-    unfinished: int
-    counters: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
